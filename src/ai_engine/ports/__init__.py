@@ -1,0 +1,12 @@
+"""Messages, Protocols and errors that the seven layers exchange. Read this package first; it imports nothing of ours.
+
+errors.py     the error tree: code, HTTP status, gRPC status, retryable
+sampling.py   SamplingParams: what a client may ask of the sampler
+serving.py    GenerateRequest -> stream of Chunk; the Serving port
+runtime.py    StepPlan -> StepResult; the Runtime port, which owns KV pages
+kernels.py    Call -> Program -> run; the Kernels port, which owns layouts
+model.py      ModelConfig, TensorInfo; the ModelFile port (weights and metadata)
+text.py       Encoded, TokenPiece; the Tokenizer and ChatTemplate ports
+telemetry.py  typed events; the Telemetry port
+clock.py      time as a port
+"""
