@@ -23,7 +23,7 @@
     |  |- UnsupportedModel               unsupported_model         500
     |- DownloadError                     download_error            500  UNAVAILABLE
     |- ConfigError                       config_error              500  INVALID_ARGUMENT
-    |- StaleHandle                       stale_handle              500  INTERNAL  (a bug of ours: a freed KV handle was used)
+    |- StaleHandle                       stale_handle              500  INTERNAL  (our bug: freed KV handle)
 
 A message names the field, what was found, what was expected and the fix.
 """

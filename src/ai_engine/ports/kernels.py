@@ -12,7 +12,7 @@ the same buffer where the formula is row-wise.
     rms_norm     f32[T,D] -> f32|act[T,D]          norm             x / sqrt(mean(x^2)+eps) * norm      eps
     rms_norm_add f32[T,D] y, f32[T,D] x -> x       norm             x + rms_norm(y)                     eps
     quantize     f32[T,K] -> act[T,K]                               round-to-nearest int8 per 32, scale = amax/127
-    matmul       f32|act[T,K] -> f32[T,N]          W [, bias]       x W^T (+ bias)        accumulate: out += instead of =
+    matmul       f32|act[T,K] -> f32[T,N]          W [, bias]       x W^T (+ bias)        accumulate: out += not =
     add          f32[T,D], f32[T,D] -> f32[T,D]                     x + y
     rope_store   f32[T,(H+2G)*hd] qkv -> same      [q_norm,k_norm]  rope q and k by position (half-split pairs), write
                                                                     k, v to this layer's KV pages
@@ -67,7 +67,7 @@ class Buffer(msgspec.Struct, frozen=True):
 
 
 class WeightSpec(msgspec.Struct, frozen=True):
-    """A packed weight: ``rows`` outputs by ``cols`` inputs in one stored type; vectors (norms, biases) are F32, rows 1."""
+    """A packed weight: ``rows`` outputs by ``cols`` inputs in one stored type; vectors (norm, bias) are F32, rows 1."""
 
     name: str
     dtype: DType

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     """Storage types we run. Values are the names GGUF tools print."""
 
     F32 = "F32"
