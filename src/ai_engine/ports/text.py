@@ -1,4 +1,9 @@
-"""The text ports: strings to ids, ids to bytes, messages to a prompt."""
+"""The text ports: strings to ids, ids to bytes, messages to a prompt; and TextService, the three as the doors use them.
+
+Tokenizer and ChatTemplate are what data builds from a model's files. TextService is what api is handed: app.py makes
+one from data's pieces (data.tokenizer, data.chat, data.output), tests make one from a ByteTokenizer. Encoding is async,
+because it runs off the event loop; decoding is not, because it runs once per token and must cost a few microseconds.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +54,68 @@ class ChatTemplate(Protocol):
     ) -> str:
         """The prompt text, special tokens included. Raises InvalidRequest when the template refuses the messages."""
         ...
+
+
+class TextDelta(msgspec.Struct, frozen=True, array_like=True):
+    """What a push or finish let out.
+
+    ``text`` is whole characters that can no longer become part of a stop string; bytes that can never become valid
+    UTF-8 come out as U+FFFD at once. ``num_tokens``: how many more tokens, oldest first, are out with all of their
+    text (a token without text counts with the one before it): their logprobs may be sent with this text. ``stop`` is
+    the stop string that was found: the text ends before it (after it with ``include_stop``), ``num_tokens`` then
+    counts the tokens with any text in that, ``num_used`` is the number of tokens pushed up to and including the one
+    that completed the stop (what usage counts), and nothing may be pushed after.
+    """
+
+    text: str = ""
+    num_tokens: int = 0
+    stop: str | None = None
+    num_used: int = 0
+
+
+class OutputStream(Protocol):
+    """The text of one choice. Implementation: data.output.OutputPath. Not thread-safe, single use."""
+
+    def push(self, tokens: Sequence[int]) -> TextDelta:
+        """Take the next tokens. Of two stops that match, the one that ends first wins, then the longer."""
+        ...
+
+    def finish(self) -> TextDelta:
+        """The end without a stop: lets out held text; an incomplete character becomes one U+FFFD."""
+        ...
+
+
+class TextService(Protocol):
+    """Everything the doors need to know about text. Implementations: app.py wires data's; testing has a byte-level one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Encoded:
+        """Template, then tokens. A message has ``role`` and ``content`` (str or None; parts are joined before), and
+        may have ``name``, ``tool_calls``, ``tool_call_id``. Raises InvalidRequest when the template refuses them."""
+        ...
+
+    async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
+        """A plain prompt; BOS where the model wants one."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The token's exact bytes for logprobs and echo; a control token's name in UTF-8."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of whole tokens, control tokens skipped, invalid bytes as U+FFFD."""
+        ...
+
+    def open_output(
+        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+    ) -> OutputStream: ...
