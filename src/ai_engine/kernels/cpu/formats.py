@@ -1,0 +1,239 @@
+"""ggml's block formats in NumPy, and the layout of quantised activations.
+
+Owns the exact value of every stored weight (`dequantize`, ggml's formula operation by operation in float32) and what
+an "act" buffer looks like in memory (`ActLayout`), with the NumPy quantiser that the kernels are compared with. It does
+not own the packed layout of weights (pack.py), nor how anything is multiplied (matmul.py).
+
+Every format is value = scale * (q - offset) - min per group of 16 or 32 columns:
+
+    type       bits  group  offset  stored per group                  per 256
+    Q4_0       4     32     8       d f16
+    Q4_1       4     32     0       d f16, m f16 (value = d q + m)
+    Q5_0       4+1   32     16      d f16
+    Q5_1       4+1   32     0       d f16, m f16 (value = d q + m)
+    Q8_0       8     32     signed  d f16
+    Q4_K       4     32     0       6-bit scale and min               d, dmin f16
+    Q5_K       4+1   32     0       6-bit scale and min               d, dmin f16
+    Q6_K       4+2   16     32      s8 scale                          d f16
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ai_engine.ports.model import BLOCK, DType
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+QUANTISED = (
+    DType.Q4_0,
+    DType.Q4_1,
+    DType.Q5_0,
+    DType.Q5_1,
+    DType.Q8_0,
+    DType.Q4_K,
+    DType.Q5_K,
+    DType.Q6_K,
+)
+"""Types whose matmul takes "act" inputs; F32, F16 and BF16 take f32."""
+
+
+def _half(blocks: U8, at: int) -> F32:
+    """The f16 at byte ``at`` of each block, [rows, blocks, 1]."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(raw: U8) -> U8:
+    """Byte j holds value j low and value j + n high: [..., n] -> [..., 2n]."""
+    return np.concatenate([raw & 15, raw >> 4], axis=-1)
+
+
+def _fifth_bits(raw: U8) -> U8:
+    """Four bytes of a little-endian word, bit j for value j: [..., 4] -> [..., 32] of 0 or 16."""
+    return np.asarray(np.unpackbits(raw, axis=-1, bitorder="little") << 4, dtype=np.uint8)
+
+
+def k_scales(packed: U8) -> tuple[U8, U8]:
+    """The eight 6-bit scales and eight 6-bit mins of a Q4_K or Q5_K super-block: [..., 12] -> two [..., 8]."""
+    first, second, third = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scale = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1)
+    low = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1)
+    return scale, low
+
+
+def _k_nibbles(raw: U8) -> U8:
+    """128 bytes of a K super-block: groups 2g and 2g + 1 share bytes 32g.. -> [..., 8, 32]."""
+    pairs = raw.reshape(*raw.shape[:-1], 4, 32)
+    return np.stack([pairs & 15, pairs >> 4], axis=-2).reshape(*raw.shape[:-1], 8, 32)
+
+
+def _k_values(blocks: U8, q: U8) -> F32:
+    """d * scale * q - dmin * min for q [..., 8, 32]."""
+    scale, low = k_scales(blocks[..., 4:16])
+    step = _half(blocks, 0) * scale.astype(np.float32)
+    floor = _half(blocks, 2) * low.astype(np.float32)
+    return np.asarray(step[..., None] * q.astype(np.float32) - floor[..., None])
+
+
+def codes(dtype: DType, raw: U8) -> npt.NDArray[np.uint8]:
+    """The unsigned codes q of quantised rows, u8[rows, cols] (Q8_0: the signed byte as stored)."""
+    elements, size = BLOCK[dtype]
+    blocks = np.ascontiguousarray(raw).reshape(raw.shape[0], -1, size)
+    match dtype:
+        case DType.Q4_0:
+            q = _nibbles(blocks[..., 2:])
+        case DType.Q4_1:
+            q = _nibbles(blocks[..., 4:])
+        case DType.Q5_0:
+            q = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+        case DType.Q5_1:
+            q = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+        case DType.Q8_0:
+            q = blocks[..., 2:]
+        case DType.Q4_K:
+            q = _k_nibbles(blocks[..., 16:])
+        case DType.Q5_K:
+            fifth = np.stack([((blocks[..., 16:48] >> group) & 1) << 4 for group in range(8)], axis=-2)
+            q = _k_nibbles(blocks[..., 48:]) | fifth
+        case DType.Q6_K:
+            low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)  # half, byte group, column
+            high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32)
+            quarters = [
+                ((low[..., quarter & 1, :] >> (4 * (quarter >> 1))) & 15) | (((high >> (2 * quarter)) & 3) << 4)
+                for quarter in range(4)
+            ]
+            q = np.stack(quarters, axis=-2)
+        case _:
+            raise AssertionError(dtype)
+    return np.ascontiguousarray(q.reshape(raw.shape[0], blocks.shape[1] * elements))
+
+
+def dequantize(dtype: DType, raw: U8) -> F32:
+    """The values of stored rows: ``raw`` u8[rows, row_bytes] -> f32[rows, cols], as ggml computes them in float32."""
+    raw = np.ascontiguousarray(raw, dtype=np.uint8)
+    assert raw.ndim == 2, raw.shape
+    assert raw.shape[1] % BLOCK[dtype][1] == 0, (dtype, raw.shape)
+    match dtype:
+        case DType.F32:
+            return raw.view("<f4").astype(np.float32)
+        case DType.F16:
+            return raw.view("<f2").astype(np.float32)
+        case DType.BF16:
+            return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float32)
+    blocks = raw.reshape(raw.shape[0], -1, BLOCK[dtype][1])
+    q: npt.NDArray[Any] = codes(dtype, raw).reshape(*blocks.shape[:2], BLOCK[dtype][0])
+    match dtype:
+        case DType.Q4_0:
+            values = (q.astype(np.float32) - 8) * _half(blocks, 0)
+        case DType.Q5_0:
+            values = (q.astype(np.float32) - 16) * _half(blocks, 0)
+        case DType.Q4_1 | DType.Q5_1:
+            values = q.astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
+        case DType.Q8_0:
+            values = q.view(np.int8).astype(np.float32) * _half(blocks, 0)
+        case DType.Q4_K | DType.Q5_K:
+            values = _k_values(blocks, q.reshape(*blocks.shape[:2], 8, 32))
+        case DType.Q6_K:
+            step = _half(blocks, 208) * blocks[..., 192:208].view(np.int8).astype(np.float32)
+            values = step[..., None] * (q.reshape(*blocks.shape[:2], 16, 16).astype(np.float32) - 32)
+        case _:
+            raise AssertionError(dtype)
+    return np.ascontiguousarray(values.reshape(raw.shape[0], -1), dtype=np.float32)
+
+
+# --- quantised activations -------------------------------------------------------------------------------------------
+
+GROUP = 32
+"""Columns that share one activation scale."""
+
+
+def _align64(size: int) -> int:
+    return (size + 63) & ~63
+
+
+@dataclass(frozen=True)
+class ActLayout:
+    """One row of an "act" buffer of ``cols`` columns: five arrays, each at a multiple of 64 bytes from the row's start.
+
+        q        s8[cols]        round-half-even(x * (127 / amax)), amax over 32 columns; 0 where amax < 1e-30
+        scale    f32[cols/32]    amax / 127; 0 where amax < 1e-30
+        dsum     f32[cols/32]    scale * float(sum of q): multiplies a format's min
+        offset   i32[cols/32]    -128 * sum of q: what u8 = s8 + 128 adds to a dot product, negated
+        sum16    i16[cols/16]    sums of q over halves of a group: Q6_K's groups, and any other offset by vpmaddwd
+
+    Row r starts at r * ``stride``; the stride is an odd multiple of 64 so that rows of a tile spread over cache sets.
+    """
+
+    cols: int
+
+    def __post_init__(self) -> None:
+        assert self.cols > 0, self.cols
+        assert self.cols % GROUP == 0, self.cols
+
+    @property
+    def groups(self) -> int:
+        return self.cols // GROUP
+
+    @property
+    def q(self) -> int:
+        return 0
+
+    @property
+    def scale(self) -> int:
+        return _align64(self.cols)
+
+    @property
+    def dsum(self) -> int:
+        return self.scale + _align64(4 * self.groups)
+
+    @property
+    def offset(self) -> int:
+        return self.dsum + _align64(4 * self.groups)
+
+    @property
+    def sum16(self) -> int:
+        return self.offset + _align64(4 * self.groups)
+
+    @property
+    def stride(self) -> int:
+        end = self.sum16 + _align64(4 * self.groups)
+        return end if (end // 64) % 2 else end + 64
+
+    def nbytes(self, rows: int) -> int:
+        return rows * self.stride
+
+    def quantize(self, x: F32) -> U8:
+        """f32[T, cols] -> u8[T, stride]: the reference for every kernel that writes an act buffer."""
+        rows = x.shape[0]
+        assert x.shape == (rows, self.cols), (x.shape, self.cols)
+        groups = np.ascontiguousarray(x, dtype=np.float32).reshape(rows, self.groups, GROUP)
+        amax = np.abs(groups).max(axis=2)
+        alive = amax >= np.float32(1e-30)
+        inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=alive)
+        scale = np.where(alive, amax / np.float32(127), np.float32(0)).astype(np.float32)
+        q = np.rint(groups * inverse[:, :, None]).astype(np.int8)
+        sums = q.reshape(rows, self.groups, 2, 16).sum(axis=3, dtype=np.int32)
+        total = sums.sum(axis=2, dtype=np.int32)
+        out = np.zeros((rows, self.stride), np.uint8)
+        for at, values in (
+            (self.q, q.reshape(rows, -1)),
+            (self.scale, scale),
+            (self.dsum, scale * total.astype(np.float32)),
+            (self.offset, (-128 * total).astype(np.int32)),
+            (self.sum16, sums.reshape(rows, -1).astype(np.int16)),
+        ):
+            raw = np.ascontiguousarray(values).view(np.uint8).reshape(rows, -1)
+            out[:, at : at + raw.shape[1]] = raw
+        return out
+
+    def dequantize(self, act: U8) -> F32:
+        """u8[T, stride] -> f32[T, cols]: the values that the integer kernels multiply."""
+        rows = act.shape[0]
+        q = np.ascontiguousarray(act[:, : self.cols]).view(np.int8).reshape(rows, self.groups, GROUP)
+        scale = np.ascontiguousarray(act[:, self.scale : self.scale + 4 * self.groups]).view(np.float32)
+        return np.asarray(q.astype(np.float32) * scale[:, :, None], dtype=np.float32).reshape(rows, self.cols)
