@@ -1,0 +1,287 @@
+"""The command line. Owns words, options and progress bars; all work is done through app.py and the layers behind it.
+
+Nothing heavy is imported before it is needed: `--help` answers in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from ai_engine import __version__
+from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
+from ai_engine.ports.errors import AiEngineError
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from ai_engine.llm import LLM
+
+EPILOG = """examples:
+  ai-engine serve smollm2                          serve the small packaged model on 127.0.0.1:8000
+  ai-engine serve ./my-model.gguf --threads 4      serve a local file (GGUF file or safetensors folder)
+  ai-engine serve org/name                         fetch from the hub, then serve
+  ai-engine generate smollm2 "Once upon a time"    continue a text in this process
+  ai-engine chat smollm2                           talk in the terminal
+  ai-engine models list                            what can be served by name, and what is on disk
+  ai-engine inspect smollm2                        architecture, tensors, memory it will need
+  ai-engine graph smollm2 --passes                 the graph after each compiler pass, and the program
+
+Errors say what to change. Ctrl-C stops cleanly. Docs: README.md, docs/trace.md.
+"""
+
+
+class Progress:
+    """A progress bar on a terminal, one line per finished phase elsewhere; silent when ``quiet``."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._tty = sys.stderr.isatty()
+        self._phase = ""
+        self._started_s = 0.0
+        self._drawn_s = 0.0
+
+    def __call__(self, phase: str, fraction: float) -> None:
+        """``fraction`` runs from 0 to 1 within a phase; 1 ends it."""
+        if self._quiet:
+            return
+        now = time.monotonic()
+        if phase != self._phase:
+            self._phase, self._started_s, self._drawn_s = phase, now, 0.0
+        if fraction >= 1.0:
+            took = now - self._started_s
+            if took >= 0.2:
+                self._write(f"\r{phase}: done in {took:.1f} s" + (" " * 40 if self._tty else "") + "\n")
+            elif self._tty and self._drawn_s:
+                self._write("\r" + " " * 78 + "\r")
+            self._phase = ""
+        elif self._tty and now - self._drawn_s > 0.1 and now - self._started_s > 0.15:
+            self._drawn_s = now
+            filled = int(30 * min(max(fraction, 0.0), 1.0))
+            self._write(f"\r{phase:<28.28} [{'#' * filled}{'.' * (30 - filled)}] {fraction:4.0%}")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text if sys.stderr.isatty() else text.lstrip("\r"))
+        sys.stderr.flush()
+
+
+def size_bytes(text: str) -> int:
+    """'512M', '2G', '1.5GiB' or plain bytes."""
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = number[-1:] if number[-1:] in "KMGT" else ""
+    try:
+        return int(float(number.removesuffix(unit)) * units[unit])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or 512M, 2G") from None
+
+
+def add_config(parser: argparse.ArgumentParser, struct: type[msgspec.Struct], title: str) -> None:
+    """One option per field of the config struct, default and help included."""
+    group = parser.add_argument_group(title)
+    for name, plain, default, text, extra in fields_of(struct):
+        flag = "--" + name.replace("_", "-")
+        shown = text if default in ("", (), False, True) else f"{text} (default {default})"
+        options: dict[str, Any] = {"dest": name, "default": default, "help": shown.replace("%", "%%")}
+        if plain is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        elif extra.get("many"):
+            group.add_argument(flag, action="append", metavar="TEXT", **{**options, "default": None})
+        elif get_origin(plain) is Literal:
+            group.add_argument(flag, choices=get_args(plain), **options)
+        elif name.endswith(("_memory", "_bytes")):
+            group.add_argument(flag, type=size_bytes, metavar="SIZE", **options)
+        else:
+            group.add_argument(flag, type=plain, metavar=plain.__name__.upper(), **options)
+
+
+def config_from(args: argparse.Namespace, struct: type[msgspec.Struct]) -> Any:
+    """The config struct with what the command line says."""
+    values: dict[str, Any] = {}
+    for name, _, default, _, extra in fields_of(struct):
+        value = getattr(args, name, default)
+        values[name] = tuple(value or ()) if extra.get("many") else value
+    return struct(**values)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ai-engine",
+        description="Serve and look through language models on a plain CPU.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ai-engine {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    model_help = "packaged name (see `models list`), path to a .gguf file or safetensors folder, or hub id org/name"
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.set_defaults(run=run)
+        return sub
+
+    serve = command("serve", run_serve, "serve a model with an OpenAI-compatible API")
+    serve.add_argument("model", help=model_help)
+    add_config(serve, ServeConfig, "server")
+    add_config(serve, EngineConfig, "engine")
+
+    generate = command("generate", run_generate, "continue a prompt and print the text as it comes")
+    generate.add_argument("model", help=model_help)
+    generate.add_argument("prompt", nargs="?", help="the text to continue; read from standard input when absent")
+    generate.add_argument("--chat", action="store_true", help="send the prompt as a user message through the template")
+    add_sampling(generate)
+    add_config(generate, EngineConfig, "engine")
+
+    chat = command("chat", run_chat, "talk with a model in the terminal")
+    chat.add_argument("model", help=model_help)
+    chat.add_argument("--system", help="system message")
+    add_sampling(chat)
+    add_config(chat, EngineConfig, "engine")
+
+    models = command("models", run_models, "list models, or fetch one")
+    what = models.add_subparsers(dest="what", metavar="list|pull", required=True)
+    what.add_parser("list", help="packaged models and what is on disk")
+    pull = what.add_parser("pull", help="fetch a model and check its digest")
+    pull.add_argument("model", help=model_help)
+    pull.add_argument("--verify", action="store_true", help="check the digest of a file that is already here")
+
+    inspect = command("inspect", run_inspect, "show what a model file holds and what it will need")
+    inspect.add_argument("model", help=model_help)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    add_config(inspect, EngineConfig, "engine")
+
+    graph = command("graph", run_graph, "print the model's graph and the program that runs")
+    graph.add_argument("model", help=model_help)
+    graph.add_argument("--passes", action="store_true", help="print the graph after every pass, not only the last")
+    graph.add_argument(
+        "--layers", type=int, default=0, metavar="N", help="build only the first N layers, to read more easily"
+    )
+    add_config(graph, EngineConfig, "engine")
+    return parser
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="INT", help="tokens to generate (default 256)")
+    group.add_argument(
+        "--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: the model's own, or 1)"
+    )
+    group.add_argument("--top-p", type=float, metavar="FLOAT", help="nucleus sampling")
+    group.add_argument("--top-k", type=int, metavar="INT", help="keep the k most likely; 0: off")
+    group.add_argument("--min-p", type=float, metavar="FLOAT", help="drop tokens below this share of the best")
+    group.add_argument("--seed", type=int, metavar="INT", help="same seed, same text")
+    group.add_argument("--stop", action="append", metavar="TEXT", default=[], help="stop before this text; repeatable")
+
+
+def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from ai_engine import app
+
+    serve = config_from(args, ServeConfig)
+    if not serve.api_key and os.environ.get("AI_ENGINE_API_KEY"):
+        import msgspec
+
+        serve = msgspec.structs.replace(serve, api_key=os.environ["AI_ENGINE_API_KEY"])
+    return app.serve(args.model, check_engine(config_from(args, EngineConfig)), check_serve(serve), Progress())
+
+
+def open_llm(args: argparse.Namespace) -> LLM:
+    from ai_engine.llm import LLM
+
+    return LLM(args.model, config=check_engine(config_from(args, EngineConfig)), progress=Progress())
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    prompt = args.prompt if args.prompt is not None else sys.stdin.read()
+    with open_llm(args) as llm:
+        messages = [{"role": "user", "content": prompt}]
+        stream = (
+            llm.stream_chat(messages, stop=args.stop, **sampling_from(args))
+            if args.chat
+            else llm.stream(prompt, stop=args.stop, **sampling_from(args))
+        )
+        for text in stream:
+            print(text, end="", flush=True)
+        print()
+    return 0
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
+    with open_llm(args) as llm:
+        if sys.stdin.isatty():
+            print("Type a message; an empty line or Ctrl-D ends. Ctrl-C stops an answer.")
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return 0
+            if not line.strip():
+                return 0
+            messages.append({"role": "user", "content": line})
+            answer = ""
+            try:
+                for text in llm.stream_chat(messages, stop=args.stop, **sampling_from(args)):
+                    answer += text
+                    print(text, end="", flush=True)
+            except KeyboardInterrupt:
+                print(" [stopped]", end="")
+            print()
+            messages.append({"role": "assistant", "content": answer})
+
+
+def run_models(args: argparse.Namespace) -> int:
+    from ai_engine import app
+
+    if args.what == "list":
+        print(app.models_table())
+    else:
+        print(app.pull(args.model, Progress(), verify=args.verify))
+    return 0
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    from ai_engine import app
+
+    config = check_engine(config_from(args, EngineConfig))
+    print(app.inspect_model(args.model, config, Progress(), tensors=args.tensors, as_json=args.json))
+    return 0
+
+
+def run_graph(args: argparse.Namespace) -> int:
+    from ai_engine import app
+
+    config = check_engine(config_from(args, EngineConfig))
+    print(app.graph_text(args.model, config, Progress(), every_pass=args.passes, layers=args.layers))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 an error that the message explains, 2 wrong usage, 130 stopped by Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except AiEngineError as error:
+        print(f"ai-engine: {error.message}", file=sys.stderr)
+        return 2 if error.code == "config_error" else 1
+    except KeyboardInterrupt:
+        print("\nai-engine: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""Frozen configuration: every default of the server in one place; the command line and its help are made from it.
+
+A field's text is its help. Sizes are bytes, times are seconds unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from ai_engine.ports.errors import ConfigError
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is built from; the same for `serve`, `generate`, `chat`, `bench` and LLM()."""
+
+    threads: Annotated[int, Meta(description="compute threads; 0: cores in the affinity mask and cgroup quota")] = 0
+    max_context: Annotated[int, Meta(description="tokens one request may hold; 0: min(model's limit, 8192)")] = 0
+    max_seqs: Annotated[int, Meta(description="sequences that run in one step")] = 32
+    max_step_tokens: Annotated[int, Meta(description="rows (prompt and output tokens) of one step")] = 512
+    kv_memory: Annotated[
+        int, Meta(description="bytes for KV pages; 0: 8 requests at max_context, at most a quarter of free memory")
+    ] = 0
+    page_tokens: Annotated[int, Meta(description="tokens in a KV page (16, 32 or 64)")] = 32
+    eviction: Annotated[
+        Literal["lru", "fifo", "hybrid"], Meta(description="which cached prefix page is given up first")
+    ] = "lru"
+    prefix_cache: Annotated[bool, Meta(description="share KV pages between requests that begin alike")] = True
+    kernels: Annotated[
+        Literal["cpu", "reference"], Meta(description="cpu: compiled kernels; reference: NumPy, slow, for comparison")
+    ] = "cpu"
+    cpu: Annotated[
+        Literal["auto", "avx2", "avx512", "neon"],
+        Meta(description="instruction set of the kernels; auto: the best here"),
+    ] = "auto"
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `serve` adds: the door, the queue, the life cycle."""
+
+    host: Annotated[str, Meta(description="address to listen on; other than loopback needs --api-key")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="port to listen on; 0 picks a free one")] = 8000
+    served_name: Annotated[str, Meta(description="model id in /v1/models; default: the name given")] = ""
+    alias: Annotated[
+        tuple[str, ...],
+        Meta(description="further model ids that clients may send; '*' takes any", extra={"many": True}),
+    ] = ()
+    api_key: Annotated[str, Meta(description="key that every route but health needs (or $AI_ENGINE_API_KEY)")] = ""
+    cors_origin: Annotated[
+        tuple[str, ...], Meta(description="web origin that browsers may call from; repeatable", extra={"many": True})
+    ] = ()
+    in_process: Annotated[bool, Meta(description="run gateway and worker in one process")] = False
+    max_queue_requests: Annotated[int, Meta(description="requests that may wait; more are refused with 503")] = 512
+    max_queue_tokens: Annotated[int, Meta(description="prompt and output tokens that may wait")] = 1_000_000
+    step_target_ms: Annotated[float, Meta(description="longest step aimed at; long prompts are cut to fit it")] = 50.0
+    request_timeout_s: Annotated[float, Meta(description="a request fails after this long; 0: never")] = 600.0
+    max_body_bytes: Annotated[int, Meta(description="largest request body")] = 8 << 20
+    drain_s: Annotated[float, Meta(description="on SIGTERM, seconds for running requests to finish")] = 30.0
+    offline: Annotated[bool, Meta(description="never use the network to find the model")] = False
+
+
+def fields_of(struct: type[msgspec.Struct]) -> list[tuple[str, Any, Any, str, dict[str, Any]]]:
+    """(name, plain type, default, help, extra) of each field of a config struct."""
+    hints = get_type_hints(struct, include_extras=True)
+    rows = []
+    for field in msgspec.structs.fields(struct):
+        annotated = hints[field.name]
+        plain, meta = get_args(annotated)[0], get_args(annotated)[1]
+        rows.append((field.name, plain, field.default, meta.description or "", dict(meta.extra or {})))
+    return rows
+
+
+def check_engine(config: EngineConfig) -> EngineConfig:
+    """Raises ConfigError naming the flag, what was found and what is possible."""
+    _at_least("threads", config.threads, 0)
+    _at_least("max_context", config.max_context, 0)
+    _at_least("max_seqs", config.max_seqs, 1)
+    _at_least("max_step_tokens", config.max_step_tokens, 8)
+    _at_least("kv_memory", config.kv_memory, 0)
+    if config.page_tokens not in (16, 32, 64):
+        raise ConfigError(f"--page-tokens is {config.page_tokens}; use 16, 32 or 64", param="page_tokens")
+    _check_literals(config)
+    return config
+
+
+def check_serve(config: ServeConfig) -> ServeConfig:
+    """As check_engine; also refuses an open door on a public address."""
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"--port is {config.port}; use 0 to 65535", param="port")
+    _at_least("max_queue_requests", config.max_queue_requests, 1)
+    _at_least("max_queue_tokens", config.max_queue_tokens, 1)
+    _at_least("drain_s", config.drain_s, 0)
+    _at_least("request_timeout_s", config.request_timeout_s, 0)
+    _at_least("max_body_bytes", config.max_body_bytes, 1024)
+    if config.step_target_ms <= 0:
+        raise ConfigError(f"--step-target-ms is {config.step_target_ms}; use a positive time", param="step_target_ms")
+    if not is_loopback(config.host) and not config.api_key:
+        raise ConfigError(
+            f"--host {config.host} can be reached from other machines, and there is no key. "
+            "Give --api-key KEY (or AI_ENGINE_API_KEY), or listen on 127.0.0.1",
+            param="host",
+        )
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    import ipaddress
+
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if not value >= low:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}; use at least {low:g}", param=name)
+
+
+def _check_literals(config: msgspec.Struct) -> None:
+    for name, plain, *_ in fields_of(type(config)):
+        if get_origin(plain) is Literal and getattr(config, name) not in get_args(plain):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(config, name)!r}; use one of {', '.join(get_args(plain))}",
+                param=name,
+            )
