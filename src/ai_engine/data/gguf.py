@@ -532,7 +532,7 @@ class _Metadata:
 def pattern_of_flags(slides: list[bool], num_layers: int, where: str) -> int:
     """The window pattern that equals one flag per layer; UnsupportedModel when none does. An all-global model has
     no pattern: the caller drops its window before."""
-    for pattern in (1, *range(2, num_layers + 2)):
+    for pattern in range(1, num_layers + 2):
         if slides == [pattern == 1 or (layer + 1) % pattern != 0 for layer in range(num_layers)]:
             return pattern
     raise UnsupportedModel(f"{where}: this order of sliding and global layers is not supported")
