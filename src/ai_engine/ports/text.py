@@ -86,7 +86,7 @@ class OutputStream(Protocol):
 
 
 class TextService(Protocol):
-    """Everything the doors need to know about text. Implementations: app.py wires data's; testing has a byte-level one."""
+    """All that the doors need to know about text. Implementations: app.py wires data's; tests have a byte-level one."""
 
     @property
     def vocab_size(self) -> int: ...
