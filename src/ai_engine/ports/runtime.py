@@ -50,12 +50,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeqOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one sequence (empty while its prompt is not finished)."""
+    """New tokens of one sequence (empty while its prompt is not finished). ``failed`` says why this sequence alone
+    cannot go on (its logits are not finite); it must then be released."""
 
     seq_id: int
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    failed: str | None = None
 
 
 class KvBudget(msgspec.Struct, frozen=True, array_like=True):

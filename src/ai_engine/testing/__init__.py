@@ -1,0 +1,35 @@
+"""Fakes of every port, for tests of one layer without the others. They import ports and nothing else of ours.
+
+clock.py      VirtualClock: time that moves when told
+telemetry.py  MemoryTelemetry: keeps events in a list
+runtime.py    FakeRuntime: real page accounting, no model; HashModel and ScriptedModel choose the tokens
+kernels.py    NullKernels: real sizes, no arithmetic
+model.py      RandomModel: a model file of random weights
+text.py       ByteTokenizer, FakeTemplate: bytes are tokens
+serving.py    ScriptedServing: chunks by script, with delays and mid-stream failures
+"""
+
+from ai_engine.testing.clock import VirtualClock
+from ai_engine.testing.kernels import NullKernels
+from ai_engine.testing.model import RandomModel
+from ai_engine.testing.runtime import FakeRuntime, HashModel, ScriptedModel
+from ai_engine.testing.serving import HANG, ScriptedServing, answer, failing
+from ai_engine.testing.telemetry import MemoryTelemetry
+from ai_engine.testing.text import ByteTokenizer, FakeTemplate, FakeTokenizer
+
+__all__ = [
+    "HANG",
+    "ByteTokenizer",
+    "FakeRuntime",
+    "FakeTemplate",
+    "FakeTokenizer",
+    "HashModel",
+    "MemoryTelemetry",
+    "NullKernels",
+    "RandomModel",
+    "ScriptedModel",
+    "ScriptedServing",
+    "VirtualClock",
+    "answer",
+    "failing",
+]
