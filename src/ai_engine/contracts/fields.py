@@ -1,0 +1,309 @@
+"""Declared fields and their checks: JSON values in, the same values out, or one error that says how to mend them.
+
+Owns types, ranges, enums, nesting, item limits and what happens to a field that is known but not used, not supported,
+or unknown. Does not own syntax (json_text.py) or what fields mean together (the door that declared them).
+
+Nothing is coerced, cut or filled in, with two exceptions that lose nothing: a float with an integer value is that
+integer (some clients write 1.0), and null is the same as absent where a field is optional (SDKs send nulls).
+A boolean is never a number. A check appends to and pops from ``Checking.path``, so an error knows where it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from ai_engine.ports.errors import InvalidRequest, InvalidValue, UnsupportedParameter
+
+JSON_NAMES: dict[type, str] = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+@dataclass
+class Checking:
+    """One run of a check: where it stands, how strict it is, what it has to say to the caller."""
+
+    strict: bool = False
+    path: list[str | int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def where(self) -> str:
+        """The path as people write it: ``messages[2].content``."""
+        text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in self.path)
+        return text.removeprefix(".")
+
+    def fail(self, found: str, expected: str, fix: str = "", error: type[InvalidRequest] = InvalidValue) -> NoReturn:
+        where = self.where()
+        message = f"{where or 'The request body'}: found {found}, expected {expected}."
+        raise error(f"{message} Fix: {fix}" if fix else message, param=where or None)
+
+    def unsupported(self, reason: str) -> NoReturn:
+        where = self.where()
+        raise UnsupportedParameter(f"{where}: {reason}", param=where)
+
+    def ignored(self, reason: str) -> None:
+        """A field that changes nothing here: a warning, or an error for a strict caller."""
+        where = self.where()
+        if self.strict:
+            raise UnsupportedParameter(f"{where}: {reason} Fix: leave it out.", param=where)
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(f"{where}: {reason}")
+
+
+MAX_WARNINGS = 32
+"""More than this many ignored fields are not listed one by one."""
+
+
+class Check(Protocol):
+    """``check`` returns the value to use; ``expected`` says in words what it takes."""
+
+    @property
+    def expected(self) -> str: ...
+
+    def check(self, value: Any, at: Checking) -> Any: ...
+
+
+def show(value: Any) -> str:
+    """A found value, short enough for a message."""
+    if isinstance(value, str):
+        return f"the string {value[:40]!r}" + (f"... ({len(value)} characters)" if len(value) > 40 else "")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, int | float):
+        return str(value)
+    return JSON_NAMES[type(value)]
+
+
+@dataclass(frozen=True)
+class Flag:
+    expected: str = "true or false"
+
+    def check(self, value: Any, at: Checking) -> bool:
+        if type(value) is not bool:
+            at.fail(show(value), self.expected)
+        return value
+
+
+@dataclass(frozen=True)
+class Integer:
+    low: int = -(1 << 63)
+    high: int = (1 << 63) - 1
+    fix: str = ""
+
+    @property
+    def expected(self) -> str:
+        return f"an integer from {self.low} to {self.high}"
+
+    def check(self, value: Any, at: Checking) -> int:
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not int or not self.low <= value <= self.high:
+            at.fail(show(value), self.expected, self.fix)
+        return value
+
+    def all_good(self, values: list[Any]) -> bool:
+        """Whether every item passes as it is; much faster than one at a time."""
+        return set(map(type, values)) == {int} and min(values) >= self.low and max(values) <= self.high
+
+
+@dataclass(frozen=True)
+class Number:
+    low: float
+    high: float
+    above: bool = False  # the low end itself is excluded
+
+    @property
+    def expected(self) -> str:
+        return (
+            f"a number above {self.low:g} up to {self.high:g}"
+            if self.above
+            else f"a number from {self.low:g} to {self.high:g}"
+        )
+
+    def check(self, value: Any, at: Checking) -> float:
+        if type(value) is not float and type(value) is not int:
+            at.fail(show(value), self.expected)
+        if not self.low <= value <= self.high or (self.above and value == self.low) or not math.isfinite(value):
+            at.fail(show(value), self.expected)
+        return float(value)
+
+
+@dataclass(frozen=True)
+class Text:
+    min_chars: int = 0
+    max_chars: int = 1 << 24
+
+    @property
+    def expected(self) -> str:
+        return "a string" if not self.min_chars else f"a string of {self.min_chars} to {self.max_chars} characters"
+
+    def check(self, value: Any, at: Checking) -> str:
+        if type(value) is not str:
+            at.fail(show(value), self.expected)
+        if not self.min_chars <= len(value) <= self.max_chars:
+            at.fail(f"a string of {len(value)} characters", f"{self.min_chars} to {self.max_chars} characters")
+        return value
+
+
+@dataclass(frozen=True)
+class Choice:
+    values: tuple[str, ...]
+
+    @property
+    def expected(self) -> str:
+        return "one of " + ", ".join(f'"{value}"' for value in self.values)
+
+    def check(self, value: Any, at: Checking) -> str:
+        if type(value) is not str or value not in self.values:
+            at.fail(show(value), self.expected)
+        return value
+
+
+@dataclass(frozen=True)
+class Anything:
+    """Any JSON value: for fields whose content is passed on or ignored."""
+
+    expected: str = "any value"
+
+    def check(self, value: Any, at: Checking) -> Any:
+        return value
+
+
+@dataclass(frozen=True)
+class ListOf:
+    item: Check
+    min_items: int = 0
+    max_items: int = 1 << 20
+
+    @property
+    def expected(self) -> str:
+        return "an array"
+
+    def check(self, value: Any, at: Checking) -> list[Any]:
+        if type(value) is not list:
+            at.fail(show(value), self.expected)
+        if not self.min_items <= len(value) <= self.max_items:
+            at.fail(f"{len(value)} items", f"{self.min_items} to {self.max_items}")
+        if isinstance(self.item, Integer) and value and self.item.all_good(value):
+            return value
+        checked = []
+        at.path.append(0)
+        for index, item in enumerate(value):
+            at.path[-1] = index
+            checked.append(self.item.check(item, at))
+        at.path.pop()
+        return checked
+
+
+@dataclass(frozen=True)
+class TokenKeys:
+    """An object from token ids, written as strings, to numbers."""
+
+    value: Number
+    vocab_size: int
+    max_items: int = 1024
+    expected: str = "an object from token ids to numbers"
+
+    def check(self, value: Any, at: Checking) -> dict[int, float]:
+        if type(value) is not dict:
+            at.fail(show(value), self.expected)
+        if len(value) > self.max_items:
+            at.fail(f"{len(value)} entries", f"at most {self.max_items}")
+        checked = {}
+        for key, item in value.items():
+            at.path.append(key)
+            token = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
+            if not 0 <= token < self.vocab_size:
+                at.fail(show(key), f"a token id from 0 to {self.vocab_size - 1}", "keys are token ids, not text.")
+            checked[token] = self.value.check(item, at)
+            at.path.pop()
+        return checked
+
+
+@dataclass(frozen=True)
+class ByType:
+    """One check per JSON type: a string or an array of strings, say."""
+
+    options: Mapping[type, Check]
+
+    @property
+    def expected(self) -> str:
+        return " or ".join(option.expected for option in self.options.values())
+
+    def check(self, value: Any, at: Checking) -> Any:
+        option = self.options.get(type(value))
+        if option is None:
+            at.fail(show(value), self.expected)
+        return option.check(value, at)
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A field we know and do nothing with. A neutral value (what we do anyway) passes in silence."""
+
+    reason: str = "accepted and not used."
+    neutral: tuple[Any, ...] = ()
+    expected: str = "any value"
+
+    def check(self, value: Any, at: Checking) -> None:
+        if not _is_one_of(value, self.neutral):
+            at.ignored(self.reason)
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A field that would change the answer and that we do not enforce: refused, unless its value asks for nothing."""
+
+    reason: str = "not supported by this server. Fix: leave it out."
+    neutral: tuple[Any, ...] = ()
+    expected: str = "nothing"
+
+    def check(self, value: Any, at: Checking) -> None:
+        if not _is_one_of(value, self.neutral):
+            at.unsupported(self.reason)
+
+
+def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
+    return any(type(value) is type(item) and value == item for item in allowed)
+
+
+@dataclass(frozen=True)
+class Record:
+    """An object with declared fields. The checked dict holds only fields that were there and are used."""
+
+    fields: Mapping[str, Check]
+    required: frozenset[str] = frozenset()
+    expected: str = "an object"
+
+    def check(self, value: Any, at: Checking) -> dict[str, Any]:
+        if type(value) is not dict:
+            at.fail(show(value), self.expected)
+        checked: dict[str, Any] = {}
+        for name, item in value.items():
+            if item is None and name not in self.required:
+                continue
+            at.path.append(name)
+            declared = self.fields.get(name)
+            if declared is None:
+                at.ignored("unknown field, ignored.")
+            else:
+                result = declared.check(item, at)
+                if result is not None:
+                    checked[name] = result
+            at.path.pop()
+        for name in self.required:
+            if name not in value:
+                at.path.append(name)
+                at.fail("nothing", self.fields[name].expected, "add this required field.")
+        return checked
