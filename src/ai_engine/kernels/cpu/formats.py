@@ -20,7 +20,7 @@ Every format is value = scale * (q - offset) - min per group of 16 or 32 columns
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -152,24 +152,35 @@ GROUP = 32
 """Columns that share one activation scale."""
 
 
-def _align64(size: int) -> int:
-    return (size + 63) & ~63
-
-
 @dataclass(frozen=True)
 class ActLayout:
-    """One row of an "act" buffer of ``cols`` columns: five arrays, each at a multiple of 64 bytes from the row's start.
+    """An "act" buffer of ``cols`` columns: one 64-byte record (a cache line) per row and group of 32 columns.
 
-        q        s8[cols]        round-half-even(x * (127 / amax)), amax over 32 columns; 0 where amax < 1e-30
-        scale    f32[cols/32]    amax / 127; 0 where amax < 1e-30
-        dsum     f32[cols/32]    scale * float(sum of q): multiplies a format's min
-        offset   i32[cols/32]    -128 * sum of q: what u8 = s8 + 128 adds to a dot product, negated
-        sum16    i16[cols/16]    sums of q over halves of a group: Q6_K's groups, and any other offset by vpmaddwd
+        byte  field
+        0     q         s8[32]   round-half-even(x * (127 / amax)), amax of the group; 0 where amax < 1e-30
+        32    scale     f32      amax / 127; 0 where amax < 1e-30
+        36    dsum      f32      scale * float(sum of q): multiplies a format's min
+        40    offset    i32      -128 * sum of q: undoes u8 = s8 + 128 in a dot product
+        44    sum16     i16[2]   sums of q over the two halves
+        48    offset16  i32[2]   -32 * the same: Q6_K's offset
+        56    (unused)
 
-    Row r starts at r * ``stride``; the stride is an odd multiple of 64 so that rows of a tile spread over cache sets.
+    Records of four rows stand side by side, so that a tile of tokens reads one run of memory with constant offsets (a
+    pointer per token would not fit the registers):
+
+        record(row, group) starts at ((row // 4) * groups + group) * 256 + (row % 4) * 64
     """
 
     cols: int
+
+    RECORD: ClassVar[int] = 64
+    TILE: ClassVar[int] = 4
+    Q: ClassVar[int] = 0
+    SCALE: ClassVar[int] = 32
+    DSUM: ClassVar[int] = 36
+    OFFSET: ClassVar[int] = 40
+    SUM16: ClassVar[int] = 44
+    OFFSET16: ClassVar[int] = 48
 
     def __post_init__(self) -> None:
         assert self.cols > 0, self.cols
@@ -179,36 +190,21 @@ class ActLayout:
     def groups(self) -> int:
         return self.cols // GROUP
 
-    @property
-    def q(self) -> int:
-        return 0
-
-    @property
-    def scale(self) -> int:
-        return _align64(self.cols)
-
-    @property
-    def dsum(self) -> int:
-        return self.scale + _align64(4 * self.groups)
-
-    @property
-    def offset(self) -> int:
-        return self.dsum + _align64(4 * self.groups)
-
-    @property
-    def sum16(self) -> int:
-        return self.offset + _align64(4 * self.groups)
-
-    @property
-    def stride(self) -> int:
-        end = self.sum16 + _align64(4 * self.groups)
-        return end if (end // 64) % 2 else end + 64
-
     def nbytes(self, rows: int) -> int:
-        return rows * self.stride
+        return -(-rows // self.TILE) * self.tile_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        """Four rows."""
+        return self.groups * self.TILE * self.RECORD
+
+    @staticmethod
+    def row_offset(row: Any, groups: Any) -> Any:
+        """Byte offset of a row's first record; its next ones follow 256 bytes apart. Python or kernel integers."""
+        return (row // 4) * (groups * 256) + (row % 4) * 64
 
     def quantize(self, x: F32) -> U8:
-        """f32[T, cols] -> u8[T, stride]: the reference for every kernel that writes an act buffer."""
+        """f32[T, cols] -> u8[nbytes(T)]: the reference for every kernel that writes an act buffer."""
         rows = x.shape[0]
         assert x.shape == (rows, self.cols), (x.shape, self.cols)
         groups = np.ascontiguousarray(x, dtype=np.float32).reshape(rows, self.groups, GROUP)
@@ -219,21 +215,40 @@ class ActLayout:
         q = np.rint(groups * inverse[:, :, None]).astype(np.int8)
         sums = q.reshape(rows, self.groups, 2, 16).sum(axis=3, dtype=np.int32)
         total = sums.sum(axis=2, dtype=np.int32)
-        out = np.zeros((rows, self.stride), np.uint8)
-        for at, values in (
-            (self.q, q.reshape(rows, -1)),
-            (self.scale, scale),
-            (self.dsum, scale * total.astype(np.float32)),
-            (self.offset, (-128 * total).astype(np.int32)),
-            (self.sum16, sums.reshape(rows, -1).astype(np.int16)),
-        ):
-            raw = np.ascontiguousarray(values).view(np.uint8).reshape(rows, -1)
-            out[:, at : at + raw.shape[1]] = raw
-        return out
+        records = np.zeros((self.nbytes(rows) // self.tile_bytes * self.TILE, self.groups), _RECORD)
+        records["q"][:rows] = q
+        records["scale"][:rows] = scale
+        records["dsum"][:rows] = scale * total.astype(np.float32)
+        records["offset"][:rows] = -128 * total
+        records["sum16"][:rows] = sums
+        records["offset16"][:rows] = -32 * sums
+        tiles = records.reshape(-1, self.TILE, self.groups).transpose(0, 2, 1)
+        return np.ascontiguousarray(tiles).reshape(-1).view(np.uint8)
 
-    def dequantize(self, act: U8) -> F32:
-        """u8[T, stride] -> f32[T, cols]: the values that the integer kernels multiply."""
-        rows = act.shape[0]
-        q = np.ascontiguousarray(act[:, : self.cols]).view(np.int8).reshape(rows, self.groups, GROUP)
-        scale = np.ascontiguousarray(act[:, self.scale : self.scale + 4 * self.groups]).view(np.float32)
-        return np.asarray(q.astype(np.float32) * scale[:, :, None], dtype=np.float32).reshape(rows, self.cols)
+    def records(self, act: U8, rows: int) -> npt.NDArray[np.void]:
+        """The records [rows, groups] of a buffer u8[nbytes(rows)], fields by name."""
+        tiles = act[: self.nbytes(rows)].view(_RECORD).reshape(-1, self.groups, self.TILE)
+        return tiles.transpose(0, 2, 1).reshape(-1, self.groups)[:rows]
+
+    def dequantize(self, act: U8, rows: int) -> F32:
+        """u8[nbytes(rows)] -> f32[rows, cols]: the values that the integer kernels multiply."""
+        records = self.records(act, rows)
+        values = records["q"].astype(np.float32) * records["scale"][:, :, None]
+        return np.asarray(values, dtype=np.float32).reshape(rows, self.cols)
+
+
+_RECORD = np.dtype(
+    {
+        "names": ["q", "scale", "dsum", "offset", "sum16", "offset16"],
+        "formats": [("i1", 32), "<f4", "<f4", "<i4", ("<i2", 2), ("<i4", 2)],
+        "offsets": [
+            ActLayout.Q,
+            ActLayout.SCALE,
+            ActLayout.DSUM,
+            ActLayout.OFFSET,
+            ActLayout.SUM16,
+            ActLayout.OFFSET16,
+        ],
+        "itemsize": ActLayout.RECORD,
+    }
+)

@@ -56,7 +56,7 @@ class _Step:
         if type.kind == "act":
             layout = ActLayout(type.cols)
             raw = self.resources.activations[buffer.offset : buffer.offset + layout.nbytes(rows)]
-            return layout.dequantize(raw.reshape(rows, layout.stride))
+            return layout.dequantize(raw, rows)
         return self._view(buffer).copy()
 
     def write(self, buffer: Buffer, values: F32) -> None:
