@@ -99,7 +99,7 @@ class SpecialTokens:
 
     def split(self, text: str) -> list[str | int]:
         """Pieces of ``text`` in order: plain strings (never empty) and token ids."""
-        hits = self._occurrences(text)
+        hits = self.occurrences(text)
         if not hits:
             return [text] if text else []
         hits.sort(key=lambda hit: (-len(hit[1].encode()), hit[0]))
@@ -121,7 +121,7 @@ class SpecialTokens:
             pieces.append(text[done:])
         return pieces
 
-    def _occurrences(self, text: str) -> list[tuple[int, str]]:
+    def occurrences(self, text: str) -> list[tuple[int, str]]:
         """Every (position, string) at which one of the strings stands. Inside a run of one character (newlines),
         where all of them overlap, only those that picking from the left can reach."""
         hits: list[tuple[int, str]] = []
@@ -166,6 +166,7 @@ class ModelTokenizer:
             cut = {t: i for i, t in enumerate(self._tokens) if self._types[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
             self._all = SpecialTokens(cut)
             self._user = SpecialTokens({t: i for t, i in cut.items() if self._types[i] == USER_DEFINED})
+            self._control = SpecialTokens({t: i for t, i in cut.items() if self._types[i] != USER_DEFINED})
         self._eos_ids = frozenset(data.eos_ids)
         self._hidden = frozenset(i for i, kind in enumerate(self._types) if kind in (UNKNOWN, CONTROL, UNUSED))
         if self._add_bos and self._bos_id is None:
@@ -205,6 +206,12 @@ class ModelTokenizer:
         if add_special and self._add_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids.insert(0, self._bos_id)
         return Encoded(ids)
+
+    def guard(self, text: str, mark: str) -> str:
+        """``text`` with ``mark`` after the first character of every control token's text in it, overlapping ones too:
+        cut at the marks, no piece contains one. (A control token of one character cannot be guarded; none is known.)"""
+        cuts = sorted({start + 1 for start, found in self._control.occurrences(text) if len(found) > 1})
+        return mark.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)) if cuts else text
 
     def piece(self, token: int, *, skip_special: bool = True) -> bytes:
         if not 0 <= token < len(self._tokens) or (skip_special and token in self._hidden):
@@ -260,7 +267,8 @@ class ModelTokenizer:
             self._types[token] = CONTROL if added.special else USER_DEFINED
             if added.special:
                 specials[added.content] = token
-        self._all, self._user, self._plain = SpecialTokens(specials), SpecialTokens({}), full
+        self._all = self._control = SpecialTokens(specials)
+        self._user, self._plain = SpecialTokens({}), full
         probe = full.encode("a", add_special_tokens=True).ids
         if self._bos_id is not None and probe[:1] == [self._bos_id]:
             self._add_bos = True

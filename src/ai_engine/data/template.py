@@ -1,0 +1,368 @@
+"""Chat templates: messages to prompt text, in a sandbox. Owns the Jinja dialect of model files, the limits on hostile
+templates and the role policy. Turning the prompt into ids, safely, is chat.py's.
+
+Dialect: that of transformers' `apply_chat_template` (trim_blocks, lstrip_blocks, `tojson` without HTML escaping, loop
+controls, raise_exception, strftime_now, and the {% generation %} tag, which is read and has no effect).
+
+Role policy, found out by rendering probes when the template is made:
+- `developer` is `system`.
+- A template that refuses or drops `system` gets the system text at the head of the first user turn, after it a blank
+  line.
+- A template that demands alternating roles gets consecutive turns of one role joined by a blank line.
+- Content given as text parts is joined; null content is empty; a tool call's JSON arguments become an object.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ai_engine.ports.clock import Clock, SystemClock
+from ai_engine.ports.errors import InvalidRequest, ModelFileError, UnsupportedParameter
+from ai_engine.ports.model import TokenizerData
+
+MAX_SOURCE_CHARS: Final = 1 << 20
+MAX_OUTPUT_CHARS: Final = 1 << 25
+MAX_ITERATIONS: Final = 5_000_000
+MAX_SECONDS: Final = 10.0
+
+CHATML: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GEMMA: Final = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' "
+    "else message['role']) + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PLAIN: Final = (
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+class TemplateInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What `describe` tells: where the template comes from and what it can do."""
+
+    origin: str  # "file", or the name of the default that stands in
+    system_role: bool
+    alternates: bool
+    tools: bool
+    warnings: list[str]
+
+
+class _Refused(Exception):
+    """The template called raise_exception."""
+
+
+class _Generation(Extension):
+    """{% generation %}...{% endgeneration %} marks assistant text for training; here its body simply renders."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a budget: loop iterations, time, and the size of what one operation may build.
+
+    One render at a time (the budget belongs to the environment); JinjaTemplate holds a lock.
+    """
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        for name in ("center", "format", "random", "wordwrap", "urlize", "xmlattr", "pprint", "filesizeformat"):
+            del self.filters[name]
+        self.filters["tojson"] = _tojson
+        self.filters["counted"] = self._counted
+        self.globals.pop("lipsum", None)
+        self.globals["raise_exception"] = _refuse
+        self.start()
+
+    def start(self) -> None:
+        self._deadline = time.monotonic() + MAX_SECONDS
+        self._left = MAX_ITERATIONS
+
+    def tick(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise SecurityError(f"more than {MAX_ITERATIONS} steps")
+        if not self._left & 1023 and time.monotonic() > self._deadline:
+            raise SecurityError(f"more than {MAX_SECONDS:g} seconds")
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.tick()
+            yield item
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        return tree
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.tick()
+        if any(isinstance(arg, int) and abs(arg) > 1_000_000 for arg in args):
+            raise SecurityError("a number above 1,000,000 as an argument")
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.tick()
+        size = _length(left) + _length(right)
+        if operator == "*" and size:
+            count = left if isinstance(left, int) else right
+            size *= count if isinstance(count, int) else 1
+        if operator == "**" and (abs(left) > 1 << 16 or abs(right) > 64):
+            raise SecurityError("a power of large numbers")
+        if operator == "%" and isinstance(left, str):
+            raise SecurityError("'%' formatting")
+        if size > MAX_OUTPUT_CHARS:
+            raise SecurityError(f"a value of more than {MAX_OUTPUT_CHARS} items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (str, list, tuple)) else 0
+
+
+def _refuse(message: str = "") -> NoReturn:
+    raise _Refused(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class JinjaTemplate:
+    """Implements ports.text.ChatTemplate. Thread-safe.
+
+    ``bos`` and ``eos`` are the tokens' texts. Raises ModelFileError when the source is no template.
+    """
+
+    def __init__(
+        self, source: str, *, bos: str = "", eos: str = "", origin: str = "file", clock: Clock | None = None
+    ) -> None:
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ModelFileError(f"chat template: {len(source)} characters, expected at most {MAX_SOURCE_CHARS}")
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._env = _Sandbox()
+        self._env.globals["strftime_now"] = self._strftime
+        self._names = {"bos_token": bos, "eos_token": eos}
+        self._warnings: list[str] = []
+        try:
+            self._template = self._env.from_string(source)
+        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+            raise ModelFileError(f"chat template: {error}; give another one with --chat-template") from error
+        self._origin = origin
+        self._probe()
+
+    @classmethod
+    def from_tokenizer(cls, data: TokenizerData, *, clock: Clock | None = None) -> JinjaTemplate:
+        """The file's template; without one ChatML or Gemma's turns if the vocabulary has their markers, else a plain
+        "Role: text" form, with a warning: a base model was not trained on any of them."""
+        tokens = set(data.tokens)
+        bos, eos = _text_of(data, data.bos_id), _text_of(data, data.eos_ids[0] if data.eos_ids else None)
+        if data.chat_template:
+            return cls(data.chat_template, bos=bos, eos=eos, clock=clock)
+        source, origin = PLAIN, "plain"
+        if "<|im_start|>" in tokens or '"<|im_start|>"' in data.tokenizer_json:
+            source, origin = CHATML, "chatml"
+        elif "<start_of_turn>" in tokens or '"<start_of_turn>"' in data.tokenizer_json:
+            source, origin = GEMMA, "gemma"
+        made = cls(source, bos=bos, eos=eos, origin=origin, clock=clock)
+        made._warnings.append(
+            f"the model file has no chat template; the {origin} form stands in, and a base model may answer oddly"
+        )
+        return made
+
+    def describe(self) -> TemplateInfo:
+        return TemplateInfo(
+            origin=self._origin,
+            system_role=self._system_role,
+            alternates=self._alternates,
+            tools=self._tools,
+            warnings=list(self._warnings),
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        if not messages:
+            raise InvalidRequest("messages is empty; expected at least one message", param="messages")
+        turns = [_normalise(message, index) for index, message in enumerate(messages)]
+        if not self._system_role:
+            turns = _fold_system(turns)
+        if self._alternates:
+            turns = _merge_turns(turns)
+        try:
+            return self._run(turns, tools, add_generation_prompt, kwargs)
+        except _Refused as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        except SecurityError as error:
+            raise ModelFileError(f"chat template: stopped by its sandbox: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise InvalidRequest(
+                f"the model's chat template fails on these messages: {error}", param="messages"
+            ) from error
+        except (RecursionError, MemoryError) as error:
+            raise ModelFileError(f"chat template: {type(error).__name__} while rendering") from error
+
+    def _run(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        names = {
+            **kwargs,
+            **self._names,
+            "messages": turns,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        parts: list[str] = []
+        room = MAX_OUTPUT_CHARS
+        with self._lock:
+            self._env.start()
+            for part in self._template.generate(names):
+                self._env.tick()
+                room -= len(part)
+                if room < 0:
+                    raise SecurityError(f"a prompt of more than {MAX_OUTPUT_CHARS} characters")
+                parts.append(part)
+        return "".join(parts)
+
+    def _strftime(self, form: str) -> str:
+        return datetime.datetime.fromtimestamp(self._clock.wall_s()).strftime(str(form)[:1000])
+
+    def _probe(self) -> None:
+        """Find out what the template takes. A template that fails on one plain user turn is left to fail in render."""
+        user, other = {"role": "user", "content": "probe-user"}, {"role": "user", "content": "probe-again"}
+        system = {"role": "system", "content": "probe-system"}
+        plain = self._try([user])
+        self._system_role = plain is None or "probe-system" in (self._try([system, user]) or "")
+        self._alternates = plain is not None and self._try([user, other]) is None
+        tool = {"type": "function", "function": {"name": "probe_tool", "description": "", "parameters": {}}}
+        self._tools = "probe_tool" in (self._try([user], [tool]) or "")
+
+    def _try(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
+        try:
+            return self._run(turns, tools, True, {})
+        except Exception:  # whatever a template does here, it means: no
+            return None
+
+
+def _text_of(data: TokenizerData, token: int | None) -> str:
+    return data.tokens[token] if token is not None and token < len(data.tokens) else ""
+
+
+def _normalise(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A message as templates expect it; raises InvalidRequest for what is not text."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"messages[{index}].role is {role!r}, expected a string", param=f"messages[{index}].role")
+    turn = {key: value for key, value in message.items() if value is not None}
+    turn["role"] = "system" if role == "developer" else role
+    turn["content"] = _join_parts(message.get("content"), f"messages[{index}].content")
+    if isinstance(turn.get("tool_calls"), Sequence):
+        turn["tool_calls"] = [_with_object_arguments(call) for call in turn["tool_calls"]]
+    return turn
+
+
+def _join_parts(content: Any, param: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidRequest(f"{param} is a {type(content).__name__}, expected text or a list of parts", param=param)
+    texts: list[str] = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text"):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise UnsupportedParameter(f"{param} has a part of type {kind!r}; this model reads text only", param=param)
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def _with_object_arguments(call: Any) -> Any:
+    """OpenAI's clients send arguments as JSON text; templates print them as an object."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            parsed = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            return call
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    return {**call, "function": function}
+
+
+def _fold_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move system texts into the next user turn; a system text that no user turn follows becomes one."""
+    folded: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for turn in turns:
+        if turn["role"] == "system":
+            waiting.append(turn["content"])
+        elif turn["role"] == "user" and waiting:
+            folded.append({**turn, "content": "\n\n".join([*waiting, turn["content"]])})
+            waiting = []
+        else:
+            folded.append(turn)
+    if waiting:
+        folded.append({"role": "user", "content": "\n\n".join(waiting)})
+    return folded
+
+
+def _joins(turn: Mapping[str, Any]) -> bool:
+    return turn["role"] in ("user", "assistant") and "tool_calls" not in turn
+
+
+def _merge_turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join consecutive user or assistant turns; a turn with tool calls stays alone."""
+    merged: list[dict[str, Any]] = []
+    for turn in turns:
+        last = merged[-1] if merged else None
+        if last and last["role"] == turn["role"] and _joins(last) and _joins(turn):
+            merged[-1] = {**last, "content": "\n\n".join(filter(None, (last["content"], turn["content"])))}
+        else:
+            merged.append(turn)
+    return merged
