@@ -714,10 +714,10 @@ def random_hf(architecture: str, seed: int = 0, **sizes: Any) -> tuple[dict[str,
     for layer in range(hf["num_hidden_layers"]):
         block = f"model.layers.{layer}"
         for name, rows, columns, gain in (
-            ("self_attn.q_proj", q, d, 1.5),
-            ("self_attn.k_proj", kv, d, 1.5),
+            ("self_attn.q_proj", q, d, 1.0),
+            ("self_attn.k_proj", kv, d, 1.0),
             ("self_attn.v_proj", kv, d, 1.0),
-            ("self_attn.o_proj", d, q, 1.0),
+            ("self_attn.o_proj", d, q, 0.3),
             ("mlp.gate_proj", f, d, 1.0),
             ("mlp.up_proj", f, d, 1.0),
             ("mlp.down_proj", d, f, 1.0),
@@ -729,6 +729,8 @@ def random_hf(architecture: str, seed: int = 0, **sizes: Any) -> tuple[dict[str,
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if gemma else []
         for name in norms:
             state[f"{block}.{name}.weight"] = norm(d)
+        if gemma:  # as in make_tiny.py: what attention adds
+            state[f"{block}.post_attention_layernorm.weight"] = norm(d) * np.float32(0.1) - np.float32(0.9)
         if gemma or architecture == "qwen3":
             state[f"{block}.self_attn.q_norm.weight"] = norm(hd)
             state[f"{block}.self_attn.k_norm.weight"] = norm(hd)
