@@ -6,7 +6,7 @@ serving.py    GenerateRequest -> stream of Chunk; the Serving port
 runtime.py    StepPlan -> StepResult; the Runtime port, which owns KV pages
 kernels.py    Call -> Program -> run; the Kernels port, which owns layouts
 model.py      ModelConfig, TensorInfo; the ModelFile port (weights and metadata)
-text.py       Encoded, TextDelta; the Tokenizer, ChatTemplate and TextService ports
+text.py       Encoded; the Tokenizer, ChatTemplate and TextService ports
 telemetry.py  typed events; the Telemetry port
 clock.py      time as a port
 """

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ai_engine.ports.serving import TokenLogprob
+
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True):
     ids: list[int]
@@ -56,28 +58,52 @@ class ChatTemplate(Protocol):
         ...
 
 
-class TextDelta(msgspec.Struct, frozen=True, array_like=True):
-    """What a push or finish let out.
+class TokenEntry(Protocol):
+    """One generated token whose text is out. ``text_offset`` counts characters of the choice's text before it."""
 
-    ``text`` is whole characters that can no longer become part of a stop string; bytes that can never become valid
-    UTF-8 come out as U+FFFD at once. ``num_tokens``: how many more tokens, oldest first, are out with all of their
-    text (a token without text counts with the one before it): their logprobs may be sent with this text. ``stop`` is
-    the stop string that was found: the text ends before it (after it with ``include_stop``), ``num_tokens`` then
-    counts the tokens with any text in that, ``num_used`` is the number of tokens pushed up to and including the one
-    that completed the stop (what usage counts), and nothing may be pushed after.
-    """
+    @property
+    def token(self) -> int: ...
 
-    text: str = ""
-    num_tokens: int = 0
-    stop: str | None = None
-    num_used: int = 0
+    @property
+    def data(self) -> bytes:
+        """Its exact bytes, a control token's name included."""
+        ...
+
+    @property
+    def logprob(self) -> TokenLogprob | None: ...
+
+    @property
+    def text_offset(self) -> int: ...
+
+
+class TextDelta(Protocol):
+    """What a push or finish let out: text to send now, the tokens whose text is now out, the stop if one matched."""
+
+    @property
+    def text(self) -> str:
+        """Whole characters that can no longer become part of a stop string. With a stop: up to before it (or after
+        it, if stops are included)."""
+        ...
+
+    @property
+    def entries(self) -> Sequence[TokenEntry]: ...
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text; nothing may be pushed after it."""
+        ...
 
 
 class OutputStream(Protocol):
     """The text of one choice. Implementation: data.output.OutputPath. Not thread-safe, single use."""
 
-    def push(self, tokens: Sequence[int]) -> TextDelta:
-        """Take the next tokens. Of two stops that match, the one that ends first wins, then the longer."""
+    @property
+    def num_tokens(self) -> int:
+        """The usage so far: every token taken, up to and with the one that completed a stop string."""
+        ...
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> TextDelta:
+        """Take the next tokens (and their log probabilities, one each)."""
         ...
 
     def finish(self) -> TextDelta:
