@@ -46,7 +46,8 @@ SEED_SPAN = (1 << 64) - MAX_CHOICES
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The model behind the doors. ``created`` is Unix seconds; ``defaults`` are sampling defaults of its own
-    (temperature, top_p, top_k, min_p, repetition_penalty) where its files or the server's flags state them."""
+    (temperature, top_p, top_k, min_p, repetition_penalty) where its files or the server's flags state them.
+    ``aliases`` are further names; "*" takes any name."""
 
     id: str
     max_context: int
@@ -56,6 +57,18 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     defaults: Mapping[str, float] = {}
     fingerprint: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.id, *(alias for alias in self.aliases if alias != "*"))
+
+    def check_name(self, name: str) -> None:
+        """Raises ModelNotFound."""
+        if "*" not in self.aliases and name not in self.names:
+            served = ", ".join(self.names)
+            raise ModelNotFound(
+                f"The model {name[:80]!r} is not served here. Fix: use one of: {served}.", param="model"
+            )
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,9 +371,7 @@ def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bo
 def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | None, **rest: Any) -> Ask:
     """The part that both kinds share."""
     name = got.get("model", model.id)
-    if name != model.id and name not in model.aliases:
-        served = ", ".join((model.id, *model.aliases))
-        raise ModelNotFound(f"The model {show(name)} is not served here. Fix: use one of: {served}.", param="model")
+    model.check_name(name)
     stop = got.get("stop", [])
     options = got.get("stream_options", {})
     if options and not got.get("stream"):

@@ -1,0 +1,287 @@
+"""Prompts x choices running in serving, seen as text: the only place where tokens become pieces of an answer.
+
+Owns submitting, merging the choices' chunks, stop strings (found by the output stream, then cancelled in serving),
+token counts, and cancelling what nobody waits for. Does not own wire shapes (replies.py, stream.py).
+
+One task per prompt moves chunks from serving into a mailbox; whoever writes takes all that has come, so a slow client
+gets fewer, larger pieces instead of a growing backlog of small ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from ai_engine.api.openai_types import Ask
+from ai_engine.ports.errors import EngineError, error_from_code
+from ai_engine.ports.serving import Chunk, GenerateRequest, Serving, TokenLogprob
+from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntry
+
+SETTLE_S = 1.0
+"""How long a stopped choice may take to report its usage; it needs one step."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A token of an echoed prompt; satisfies ports.text.TokenEntry. Offsets count from the prompt's start."""
+
+    token: int
+    data: bytes
+    logprob: TokenLogprob | None
+    text_offset: int
+
+
+class Piece(msgspec.Struct):
+    """What one wake-up gave one choice."""
+
+    index: int
+    text: str = ""
+    entries: list[TokenEntry] = []
+    echoed: list[Entry] = []  # the prompt's tokens, on the first piece of an echo
+    finish: str | None = None  # "stop" or "length"
+    stop_reason: str | int | None = None
+    num_tokens: int = 0  # of the choice so far
+
+
+class Prompt(msgspec.Struct):
+    """One prompt of a request. ``text`` is set where it is needed: for echo, and for offsets of log probabilities."""
+
+    request: GenerateRequest
+    text: str = ""
+    logprobs: list[TokenLogprob] = []
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class _Mailbox:
+    """Many writers, one reader who takes everything at once."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, Chunk | BaseException]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, prompt: int, item: Chunk | BaseException) -> None:
+        self._items.append((prompt, item))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self, quiet_s: float | None) -> list[tuple[int, Chunk | BaseException]]:
+        """All that came, at least one; empty after ``quiet_s`` of silence."""
+        if not self._items:
+            loop = asyncio.get_running_loop()
+            waiter = self._waiter = loop.create_future()
+            timer = None if quiet_s is None else loop.call_later(quiet_s, _wake, waiter)
+            try:
+                await waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        items, self._items = self._items, []
+        return items
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class _Choice:
+    """One choice: what it has said and whether it has ended, for the client (``finish``) and in serving (``ended``)."""
+
+    def __init__(self, index: int, prompt: Prompt, output: OutputStream, ask: Ask, text: TextService) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.finish: str | None = None
+        self.ended = False
+        self.num_tokens = 0
+        self._output = output
+        self._ask = ask
+        self._text = text
+        self._num_chars = 0
+        self._echo_due = ask.echo
+        self._scores_only = ask.max_tokens == 0
+
+    def take(self, chunk: Chunk, piece: Piece) -> bool:
+        """Add a chunk to the piece; True when a stop string ended the choice before serving did."""
+        if chunk.finish is not None:
+            self.ended = True
+            if chunk.usage is not None:
+                self.prompt.cached_tokens = max(self.prompt.cached_tokens, chunk.usage.cached_tokens)
+        if self.finish is not None:
+            return False
+        if chunk.finish in ("failed", "cancelled"):
+            raise error_from_code(
+                chunk.error_code or "engine_error", chunk.error_message or "the request was not completed"
+            )
+        if self._echo_due and (chunk.tokens or chunk.finish):
+            self._echo(piece)
+        stop = None if self._scores_only else self._push(chunk, piece)
+        if stop is not None:
+            self.finish, piece.stop_reason = "stop", stop
+        elif chunk.finish is not None:
+            if not self._scores_only:
+                self._say(self._output.finish(), piece)
+            self.finish = chunk.finish
+            if chunk.stop_token in self._ask.sampling.stop_token_ids:
+                piece.stop_reason = chunk.stop_token
+        piece.finish = self.finish
+        piece.num_tokens = self.num_tokens
+        return stop is not None and not self.ended
+
+    def _push(self, chunk: Chunk, piece: Piece) -> str | None:
+        """The text of the chunk's tokens; the token that ended the choice is counted, and shown only if asked."""
+        tokens, logprobs = chunk.tokens, chunk.logprobs
+        before = self._output.num_tokens
+        self.num_tokens += len(tokens)
+        if chunk.stop_token is not None and not self._ask.include_stop:
+            tokens, logprobs = tokens[:-1], logprobs and logprobs[:-1]
+        if not tokens:
+            return None
+        delta = self._output.push(tokens, logprobs)
+        self._say(delta, piece)
+        if delta.stop is not None:
+            self.num_tokens += self._output.num_tokens - before - len(chunk.tokens)
+        return delta.stop
+
+    def _say(self, delta: TextDelta, piece: Piece) -> None:
+        piece.text += delta.text
+        self._num_chars += len(delta.text)
+        if self._ask.sampling.logprobs is None:
+            return
+        entries = delta.entries
+        if delta.stop is not None:  # tokens that lie wholly in the stop, or after it, have no text to go with
+            entries = [entry for entry in entries if entry.text_offset < self._num_chars]
+        piece.entries += entries
+
+    def _echo(self, piece: Piece) -> None:
+        self._echo_due = False
+        piece.text = self.prompt.text + piece.text
+        if self._ask.sampling.prompt_logprobs is not None:
+            piece.echoed = echo_entries(self.prompt, self._text)
+
+
+def echo_entries(prompt: Prompt, text: TextService) -> list[Entry]:
+    """The prompt's tokens with their log probabilities (the first has none) and offsets into its text."""
+    entries = []
+    offset = 0
+    logprobs: Sequence[TokenLogprob | None] = [None, *prompt.logprobs]
+    for position, token in enumerate(prompt.request.prompt):
+        data = text.token_bytes(token)
+        logprob = logprobs[position] if position < len(logprobs) else None
+        # A character begins at every byte but 10xxxxxx. A token that begins inside one is at that character.
+        inside = data[:1] and data[0] & 0xC0 == 0x80
+        entries.append(Entry(token, data, logprob, max(0, offset - 1) if inside else offset))
+        if text.decode((token,)):  # control tokens have no text
+            offset += sum(byte & 0xC0 != 0x80 for byte in data)
+    return entries
+
+
+class Generation:
+    """``start``, then ``next`` until None, then ``close`` whatever happened."""
+
+    def __init__(self, ask: Ask, prompts: list[Prompt], serving: Serving, text: TextService) -> None:
+        self.ask = ask
+        self.prompts = prompts
+        self._serving = serving
+        self._mailbox = _Mailbox()
+        self._pumps: list[asyncio.Task[None]] = []
+        self._choices = [
+            _Choice(
+                p * ask.n + j,
+                prompt,
+                text.open_output(stops=ask.stops, include_stop=ask.include_stop, skip_special=ask.skip_special),
+                ask,
+                text,
+            )
+            for p, prompt in enumerate(prompts)
+            for j in range(ask.n)
+        ]
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    async def start(self) -> None:
+        """Submit every prompt, in order. Raises what serving refuses with."""
+        for index, prompt in enumerate(self.prompts):
+            stream = await self._serving.submit(prompt.request)
+            pump = asyncio.create_task(self._pump(index, stream))
+            pump.add_done_callback(functools.partial(self._pumped, index))
+            self._pumps.append(pump)
+
+    async def _pump(self, index: int, stream: AsyncIterator[Chunk]) -> None:
+        async for chunk in stream:
+            self._mailbox.put(index, chunk)
+
+    def _pumped(self, index: int, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            error = task.exception()
+            self._mailbox.put(index, error or EngineError("the engine ended the request without finishing it"))
+
+    async def next(self, quiet_s: float | None = None) -> list[Piece] | None:
+        """The next pieces, at most one per choice, by index; [] after ``quiet_s`` of silence; None at the end.
+
+        Raises the error of the first choice that failed."""
+        if all(choice.finish is not None for choice in self._choices):
+            return None
+        pieces: dict[int, Piece] = {}
+        for prompt, item in await self._mailbox.take(quiet_s):
+            if isinstance(item, Chunk):
+                await self._take(prompt, item, pieces)
+            elif any(choice.finish is None for choice in self._of(prompt)):
+                raise item
+        return [pieces[index] for index in sorted(pieces)]
+
+    def _of(self, prompt: int) -> list[_Choice]:
+        return self._choices[prompt * self.ask.n : (prompt + 1) * self.ask.n]
+
+    async def _take(self, prompt: int, chunk: Chunk, pieces: dict[int, Piece]) -> None:
+        if chunk.prompt_logprobs is not None:
+            self.prompts[prompt].logprobs = self.prompts[prompt].logprobs + chunk.prompt_logprobs
+        choice = self._choices[prompt * self.ask.n + chunk.index]
+        was_over = choice.finish is not None
+        piece = pieces.get(choice.index) or Piece(choice.index, entries=[])
+        if choice.take(chunk, piece):
+            await self._serving.cancel(self.prompts[prompt].request.request_id, chunk.index)
+        if not was_over:
+            pieces[choice.index] = piece
+
+    async def settle(self) -> Usage:
+        """Usage of a finished generation; waits for serving to report on choices that a stop string ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                while any(not choice.ended for choice in self._choices):
+                    for prompt, item in await self._mailbox.take(None):
+                        if isinstance(item, Chunk):
+                            await self._take(prompt, item, {})
+                        else:
+                            for choice in self._of(prompt):
+                                choice.ended = True
+        return self.usage()
+
+    def usage(self) -> Usage:
+        """Prompt tokens once per prompt, completion tokens summed over choices."""
+        return Usage(
+            sum(len(prompt.request.prompt) for prompt in self.prompts),
+            sum(choice.num_tokens for choice in self._choices),
+            sum(prompt.cached_tokens for prompt in self.prompts),
+        )
+
+    async def close(self) -> None:
+        """Cancel what still runs. Idempotent."""
+        pumps, self._pumps = self._pumps, []
+        for index in range(len(pumps)):
+            if any(choice.finish is None and not choice.ended for choice in self._of(index)):
+                await self._serving.cancel(self.prompts[index].request.request_id)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

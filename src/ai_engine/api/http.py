@@ -1,0 +1,217 @@
+"""One HTTP exchange over ASGI: the request's headers, ids and body, and the response, started once.
+
+Owns limits (body size and time), content types, gzip bodies, request and trace ids, common headers, disconnects.
+Does not own routes, keys or what errors mean (app.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ai_engine.contracts.json_text import decode_json
+from ai_engine.ports.errors import BodyTooLarge, InvalidRequest, InvalidValue, RequestTimeout, UnsupportedMediaType
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
+T = TypeVar("T")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_DISCARD_FACTOR = 4
+"""A body over the limit is read and dropped up to this many limits, so that the client gets to read the answer."""
+
+
+class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the doors. ``cors_origins`` are exact origins, or "*"; none means no CORS headers at all."""
+
+    api_key: str | None = None
+    strict: bool = False  # unknown and unused fields are errors
+    max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 30.0
+    request_timeout_s: float | None = None  # from arrival at serving; None: no limit
+    health_timeout_s: float = 1.0
+    ping_s: float = 10.0  # silence in a stream before a keep-alive comment
+    retry_after_s: float = 2.0
+    cors_origins: tuple[str, ...] = ()
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who asks: what a key grants."""
+
+    tenant: str = ""
+    strict: bool = False
+
+
+class ClientDisconnected(Exception):
+    """Nobody is listening any more. Not an error of ours: nothing is sent, status 499 is counted."""
+
+
+class Exchange:
+    """One request and its response. ``params`` are the route's path parameters, ``caller`` who asks."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ApiConfig, entropy: Callable[[int], bytes]):
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.config = config
+        self.caller = Caller()
+        self.params: dict[str, str] = {}
+        self.status = 0
+        self.common: list[Header] = []
+        self._receive = receive
+        self._send = send
+        self._body_read = False
+        self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
+        self.trace_id = self._inbound_trace() or entropy(16).hex()
+        self.common += [(b"x-request-id", self.request_id.encode()), (b"x-ai-trace-id", self.trace_id.encode())]
+
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1").strip()
+
+    def _inbound_id(self) -> str:
+        found = self.header(b"x-request-id")
+        return found if _REQUEST_ID.fullmatch(found) else ""
+
+    def _inbound_trace(self) -> str:
+        """The trace id of a W3C traceparent header, or ""."""
+        found = _TRACEPARENT.fullmatch(self.header(b"traceparent"))
+        return "" if found is None or found[0].startswith("ff") or set(found[1]) == {"0"} else found[1]
+
+    # --- request ---
+
+    async def json(self) -> Any:
+        """The body as JSON. Raises from the error tree, or ClientDisconnected."""
+        self._check_content_type()
+        encoding = self.header(b"content-encoding").lower()
+        if encoding not in ("", "identity", "gzip"):
+            raise UnsupportedMediaType(
+                f"Content-Encoding {encoding[:40]!r} is not supported. Fix: send the body plain or gzipped."
+            )
+        body = await self._body()
+        return decode_json(self._gunzip(body) if encoding == "gzip" else body)
+
+    def _check_content_type(self) -> None:
+        kind, *options = [part.strip().lower() for part in self.header(b"content-type").split(";")]
+        if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise UnsupportedMediaType(
+                f"Content-Type {kind[:80]!r} is not supported. Fix: send 'Content-Type: application/json'."
+            )
+        for option in options:
+            name, _, value = option.partition("=")
+            if name.strip() == "charset" and value.strip().strip('"') not in ("utf-8", "utf8", "us-ascii"):
+                raise UnsupportedMediaType(f"Charset {value[:40]!r} is not supported. Fix: send the JSON as UTF-8.")
+
+    async def _body(self) -> bytes:
+        self._body_read = True
+        limit = self.config.max_body_bytes
+        length = self.header(b"content-length")
+        if length.isdecimal() and int(length) > limit * _DISCARD_FACTOR:
+            raise self._too_large(f"{length} bytes")
+        chunks: list[bytes] = []
+        num_bytes = 0
+        more = True
+        try:
+            async with asyncio.timeout(self.config.body_timeout_s):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    chunk = message.get("body", b"")
+                    num_bytes += len(chunk)
+                    more = message.get("more_body", False)
+                    if num_bytes <= limit:
+                        chunks.append(chunk)
+                    elif num_bytes > limit * _DISCARD_FACTOR:
+                        break
+        except TimeoutError:
+            self.common.append((b"connection", b"close"))
+            raise RequestTimeout(
+                f"The request body did not arrive within {self.config.body_timeout_s:g} s ({num_bytes} bytes came). "
+                "Fix: send it whole, or check Content-Length."
+            ) from None
+        if num_bytes > limit:
+            raise self._too_large(f"more than {limit} bytes" if more else f"{num_bytes} bytes", close=more)
+        return b"".join(chunks)
+
+    def _too_large(self, found: str, *, close: bool = True) -> BodyTooLarge:
+        if close:
+            self.common.append((b"connection", b"close"))
+        return BodyTooLarge(f"The request body has {found}; the limit is {self.config.max_body_bytes}. Fix: send less.")
+
+    def _gunzip(self, body: bytes) -> bytes:
+        unpacker = zlib.decompressobj(wbits=31)
+        try:
+            plain = unpacker.decompress(body, self.config.max_body_bytes + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"The gzip body is damaged: {error}. Fix: send it again, or send it plain.") from None
+        if len(plain) > self.config.max_body_bytes:
+            raise self._too_large("more than the limit after unpacking", close=False)
+        if not unpacker.eof or unpacker.unused_data:
+            raise InvalidValue(
+                "The gzip body is cut short or has bytes after its end. Fix: send one whole gzip stream."
+            )
+        return plain
+
+    async def unless_disconnected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work``; when the client leaves first, cancel it and raise ClientDisconnected."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientDisconnected
+        finally:
+            watch.cancel()
+            task.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # --- response ---
+
+    @property
+    def started(self) -> bool:
+        return self.status != 0
+
+    async def reply(
+        self, status: int, body: bytes, *, content_type: bytes = b"application/json", headers: Sequence[Header] = ()
+    ) -> None:
+        """A whole response. A HEAD request gets the headers only."""
+        head = [(b"content-length", b"%d" % len(body)), *headers]
+        if body:
+            head.append((b"content-type", content_type))
+        await self._start(status, head)
+        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def start_stream(self) -> None:
+        await self._start(
+            200,
+            [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ],
+        )
+
+    async def write(self, data: bytes) -> None:
+        """Part of a stream; waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: list[Header]) -> None:
+        assert not self.started, "a response starts once"
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.common})

@@ -1,0 +1,199 @@
+"""What each route does: the hop from an HTTP exchange to the serving port and back.
+
+Owns the order of work in a request. Does not own fields (openai_types.py), shapes (replies.py) or events (stream.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ai_engine.api.generation import Generation, Piece, Prompt
+from ai_engine.api.http import Exchange
+from ai_engine.api.openai_types import (
+    SEED_SPAN,
+    Ask,
+    ServedModel,
+    chat_fields,
+    completion_fields,
+    read_chat,
+    read_completion,
+    room_for,
+)
+from ai_engine.api.replies import Answer, encode, model_reply, whole_answer
+from ai_engine.api.stream import stream_answer
+from ai_engine.contracts.fields import Record
+from ai_engine.ports.clock import Clock
+from ai_engine.ports.errors import NotReady, ShuttingDown
+from ai_engine.ports.serving import GenerateRequest, Health, Serving
+from ai_engine.ports.text import TextService
+
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass
+class Door:
+    """What the routes need: ports, the model, and ``draining``, which app.py sets before it drains serving."""
+
+    serving: Serving
+    text: TextService
+    model: ServedModel
+    clock: Clock
+    metrics: Callable[[], bytes]
+    entropy: Callable[[int], bytes]
+    draining: bool = False
+    chat: Record = field(init=False)
+    completion: Record = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chat = chat_fields(self.model.vocab_size)
+        self.completion = completion_fields(self.model.vocab_size)
+
+
+async def chat_completions(door: Door, exchange: Exchange) -> None:
+    """POST /v1/chat/completions"""
+    _refuse_while_draining(door)
+    body = await exchange.json()
+    ask = read_chat(body, door.chat, door.model, strict=_strict(exchange))
+    await exchange.unless_disconnected(_answer(door, exchange, ask, "chatcmpl"))
+
+
+async def completions(door: Door, exchange: Exchange) -> None:
+    """POST /v1/completions"""
+    _refuse_while_draining(door)
+    body = await exchange.json()
+    ask = read_completion(body, door.completion, door.model, strict=_strict(exchange))
+    await exchange.unless_disconnected(_answer(door, exchange, ask, "cmpl"))
+
+
+def _strict(exchange: Exchange) -> bool:
+    return exchange.config.strict or exchange.caller.strict
+
+
+def _refuse_while_draining(door: Door) -> None:
+    if door.draining:
+        raise ShuttingDown("The server is shutting down and takes no new work. Fix: retry, another replica may answer.")
+
+
+async def _answer(door: Door, exchange: Exchange, ask: Ask, prefix: str) -> None:
+    """Encode, submit, and write the answer in one piece or as events."""
+    answer_id = f"{prefix}-{door.entropy(12).hex()}"
+    created = int(door.clock.wall_s())
+    ask = _with_seed(door, ask)
+    prompts = await _prompts(door, exchange, ask, answer_id)
+    generation = Generation(ask, prompts, door.serving, door.text)
+    answer = Answer(answer_id, created, ask, door.model)
+    try:
+        await generation.start()
+        if ask.stream:
+            await stream_answer(exchange, answer, generation, door.text)
+        else:
+            pieces = await _collect(generation)
+            usage = await generation.settle()
+            await exchange.reply(200, whole_answer(answer, pieces, prompts, usage, door.text))
+    finally:
+        await generation.close()
+
+
+def _with_seed(door: Door, ask: Ask) -> Ask:
+    if ask.sampling.seed is not None:
+        return ask
+    seed = int.from_bytes(door.entropy(8), "little") % SEED_SPAN
+    return msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
+
+
+async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> list[Prompt]:
+    """Every prompt as tokens, with room for what it asks."""
+    needs_text = ask.prompts is not None and (ask.echo or ask.sampling.logprobs is not None)
+    prompts: list[Prompt] = []
+    sources: Sequence[str | list[int]] = [""] if ask.prompts is None else ask.prompts
+    for index, source in enumerate(sources):
+        if ask.messages is not None:
+            ids = (await door.text.encode_chat(ask.messages, **ask.template)).ids
+        elif isinstance(source, str):
+            ids = (await door.text.encode_prompt(source, add_special=ask.add_special_tokens)).ids
+        else:
+            ids = source
+        room = room_for(ask, len(ids), door.model)
+        request = GenerateRequest(
+            request_id=answer_id if not prompts else f"{answer_id}-{index}",
+            trace_id=exchange.trace_id,
+            prompt=ids,
+            params=msgspec.structs.replace(ask.sampling, max_tokens=max(1, room)),
+            n=ask.n,
+            model=door.model.id,
+            tenant=exchange.caller.tenant,
+            priority=ask.priority,
+            timeout_s=exchange.config.request_timeout_s,
+        )
+        text = "" if not needs_text else source if isinstance(source, str) else door.text.decode(ids)
+        prompts.append(Prompt(request, text))
+    return prompts
+
+
+async def _collect(generation: Generation) -> list[Piece]:
+    """One merged piece per choice."""
+    texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
+    merged = [Piece(index, entries=[]) for index in range(generation.num_choices)]
+    while (pieces := await generation.next()) is not None:
+        for piece in pieces:
+            whole = merged[piece.index]
+            texts[piece.index].append(piece.text)
+            whole.entries += piece.entries
+            whole.echoed = whole.echoed or piece.echoed
+            whole.finish, whole.stop_reason = piece.finish, piece.stop_reason
+    for whole, parts in zip(merged, texts, strict=True):
+        whole.text = "".join(parts)
+    return merged
+
+
+async def models(door: Door, exchange: Exchange) -> None:
+    """GET /v1/models"""
+    data = [model_reply(door.model, name) for name in door.model.names]
+    await exchange.reply(200, encode({"object": "list", "data": data}))
+
+
+async def model_by_id(door: Door, exchange: Exchange) -> None:
+    """GET /v1/models/{id}; ids may contain slashes"""
+    name = exchange.params["id"]
+    door.model.check_name(name)
+    await exchange.reply(200, encode(model_reply(door.model, name)))
+
+
+async def livez(door: Door, exchange: Exchange) -> None:
+    """GET /livez: the process and its engine loop are alive"""
+    health = await _health(door, exchange)
+    if not health.live:
+        raise NotReady(f"not live: {health.reason or 'the engine does not answer'}")
+    await exchange.reply(200, encode({"status": "live"}))
+
+
+async def readyz(door: Door, exchange: Exchange) -> None:
+    """GET /readyz and /health: work would be accepted now"""
+    if door.draining:
+        raise ShuttingDown("not ready: draining")
+    health = await _health(door, exchange)
+    if not health.ready:
+        raise NotReady(f"not ready: {health.reason or 'starting'}")
+    load = {
+        "queued_requests": health.queued_requests,
+        "queued_tokens": health.queued_tokens,
+        "running_requests": health.running_requests,
+    }
+    await exchange.reply(200, encode({"status": "ready", **load}))
+
+
+async def _health(door: Door, exchange: Exchange) -> Health:
+    try:
+        async with asyncio.timeout(exchange.config.health_timeout_s):
+            return await door.serving.health()
+    except TimeoutError:
+        return Health(live=False, ready=False, reason="the engine does not answer")
+
+
+async def metrics(door: Door, exchange: Exchange) -> None:
+    """GET /metrics: Prometheus exposition text"""
+    await exchange.reply(200, door.metrics(), content_type=METRICS_TYPE)
