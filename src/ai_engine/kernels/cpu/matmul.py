@@ -1,0 +1,652 @@
+"""Matrix times tokens for every stored type: out[T, N] (= | +=) x[T, K] W[N, K]^T (+ bias).
+
+    KERNELS                          one KernelDef per stored type, "matmul_q4_1" ...
+    bind(spec, lanes, ...)           -> (kernel name, values of its argument record)
+    emit_dequantize_row(k, ...)      one logical row of a packed weight as f32, for embeddings
+
+Owns the loops, tiles and integer arithmetic. It does not own the layouts that it reads (pack.py for weights, formats.py
+for activations) nor when it is called; every thread of a step calls it with the same arguments, and row blocks are
+shared out by the work counter.
+
+Numbers. Quantised weights multiply s8 activations: an exact i32 sum per group of 32 columns (16 for Q6_K), then
+acc = fma(float(sum), step_w * scale_x, acc), and where the format has mins acc = fma(min_w, scale_x * sum_x, acc),
+group by group in the order of K. Offsets (q - 8 ...) are folded in integers. A lane is a row, so nothing is summed
+across lanes, and a result depends on nothing but its row and its token: not on the tile, the chunk or the thread. Where
+K is cut for the cache (AVX2) accumulators start from memory.
+
+Three ways to an exact sum, by target:
+    vnni      vpdpbusd on u8 x s8; an offset of 128 is undone by starting from the record's ``offset``
+    maddubs   AVX2's vpmaddubsw: i16 sums of pairs, added in i16 as far as they fit (4-bit: all eight, at most 30,480;
+              5-bit: four, 31,496; 6-bit: two, 32,004), then vpmaddwd; Q8_0 moves the weight's sign to x
+    sdot      NEON's s8 x s8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ai_engine.kernels.cpu.formats import QUANTISED, ActLayout
+from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Number, Record, Target, Value, Var
+from ai_engine.kernels.cpu.pack import PackedLayout
+from ai_engine.ports.kernels import WeightSpec
+from ai_engine.ports.model import DType
+
+ARGS = Record(
+    x="ptr",  # act buffer, or f32[T, x_stride] for float weights
+    x_stride="i64",  # floats from row to row; 0 for act
+    w="ptr",  # packed weight
+    out="ptr",  # f32, at the first column written
+    out_stride="i64",  # floats from row to row
+    bias="ptr",  # f32[N] or 0
+    cols="i64",  # K
+    rows="i64",  # N
+    accumulate="i64",  # 1: add to out
+    logits="i64",  # 1: R rows, 0: T rows
+    grain="i64",  # row blocks that a thread takes at once, at most
+)
+
+CHUNK_BYTES = 96 << 10
+"""Weights of one work item: they stay in L2 while token tiles pass over them."""
+
+
+def kernel_name(dtype: DType) -> str:
+    return f"matmul_{dtype.value.lower()}"
+
+
+def bind(
+    spec: WeightSpec,
+    lanes: int,
+    *,
+    x: int,
+    w: int,
+    out: int,
+    out_stride: int,
+    x_stride: int = 0,
+    bias: int = 0,
+    accumulate: bool = False,
+    logits: bool = False,
+) -> tuple[str, dict[str, Number]]:
+    """The kernel and its arguments for a packed weight; addresses in bytes, strides in floats."""
+    layout = PackedLayout.of(spec, lanes)
+    assert not (bias and accumulate), spec
+    return kernel_name(spec.dtype), {
+        "x": x,
+        "x_stride": x_stride,
+        "w": w,
+        "out": out,
+        "out_stride": out_stride,
+        "bias": bias,
+        "cols": spec.cols,
+        "rows": spec.rows,
+        "accumulate": int(accumulate),
+        "logits": int(logits),
+        "grain": max(1, CHUNK_BYTES // layout.block_bytes),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding: 32 columns of `lanes` rows as eight vectors of codes, vector j holding columns 4j..4j+3 of each row
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a quantised type's codes become bytes that multiply s8. ``shift``: codes are taken 2^shift times as large, so
+    that every offset is 128 and one stored sum serves all (vnni only); the step is divided by it, exactly."""
+
+    dtype: DType
+
+    @property
+    def k_quant(self) -> bool:
+        return self.dtype in (DType.Q4_K, DType.Q5_K, DType.Q6_K)
+
+    @property
+    def has_min(self) -> bool:
+        return self.dtype in (DType.Q4_1, DType.Q5_1, DType.Q4_K, DType.Q5_K)
+
+    @property
+    def offset(self) -> int:
+        return {DType.Q4_0: 8, DType.Q5_0: 16, DType.Q8_0: 128, DType.Q6_K: 32}.get(self.dtype, 0)
+
+    @property
+    def bits(self) -> int:
+        return {"4": 4, "5": 5, "6": 6, "8": 8}[self.dtype.value[1]]
+
+    @property
+    def shift(self) -> int:
+        return {DType.Q4_0: 4, DType.Q5_0: 3}.get(self.dtype, 0)
+
+
+def _dwords(k: Kernel, byte: int) -> int:
+    """The byte in all four bytes of an i32."""
+    word = byte * 0x01010101
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _move(x: Value, left: int) -> Value:
+    return x << left if left > 0 else x.lshr(-left) if left < 0 else x
+
+
+def _nibble_pair(k: Kernel, f: Format, body: Value, i: int, shift: int) -> tuple[Value, Value]:
+    """Codes of columns 4i.. and 16+4i.. as i32 vectors, times 2^shift. ``body``: this row block's group."""
+    n = k.lanes
+    planes = {5: 4 * n, 6: 8 * n}.get(f.bits, 0)
+    v = k.load(body + (planes + 4 * n * i), "i32", n)
+    mask = _dwords(k, 15 << shift)
+    low, high = _move(v, shift) & mask, _move(v, shift - 4) & mask
+    if f.bits == 5:
+        fifth = k.load(body, "i32", n)
+        bit = _dwords(k, 1 << (4 + shift))
+        low, high = (c | (_move(fifth, 4 + shift - j) & bit) for c, j in ((low, i), (high, i + 4)))
+    elif f.bits == 6:
+        bits = _dwords(k, 0x30)
+        for_low, for_high = k.load(body, "i32", n), k.load(body + 4 * n, "i32", n)
+        low |= _move(for_low, 4 - 2 * i) & bits
+        high |= _move(for_high, 4 - 2 * i) & bits
+    return low, high
+
+
+def _codes(k: Kernel, f: Format, body: Value, mode: str) -> list[Value]:
+    """All eight code vectors, i8: unsigned for vnni and maddubs (Q8_0 on maddubs: signed), signed for sdot."""
+    n = k.lanes
+    if f.dtype is DType.Q8_0:
+        words = [k.load(body + 4 * n * j, "i32", n) for j in range(8)]
+        if mode == "vnni":
+            words = [w ^ _dwords(k, 0x80) for w in words]
+        return [w.bitcast("i8") for w in words]
+    pairs = [_nibble_pair(k, f, body, i, f.shift if mode == "vnni" else 0) for i in range(4)]
+    codes = [pair[0].bitcast("i8") for pair in pairs] + [pair[1].bitcast("i8") for pair in pairs]
+    if mode == "sdot" and f.offset:
+        codes = [c - f.offset for c in codes]
+    return codes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales
+
+
+@dataclass
+class Scales:
+    """Of one group of 32 columns of a row block."""
+
+    step: Value  # f32: multiplies the integer sum
+    low: Value | None = None  # f32: multiplies dsum
+    halves: tuple[Value, Value] | None = None  # Q6_K: i32 scales of 16 columns; step is then d alone
+
+
+def _half(k: Kernel, ptr: Value) -> Value:
+    return k.load(ptr, "f16", k.lanes).to_f32()
+
+
+@contextmanager
+def _groups(
+    k: Kernel, f: Format, weights: Sequence[Value], body_offset: Value, first: Value, last: Value, mode: str
+) -> Iterator[tuple[Value, list[Value], list[Callable[[], Scales]]]]:
+    """Loop over groups of 32 columns: (group, each row block's body, each row block's scales when asked for)."""
+    n = k.lanes
+    layout = PackedLayout(f.dtype, 1, 256, n)
+    factor = 2.0 ** -(f.shift if mode == "vnni" else 0)
+
+    def bodies(g: Value) -> list[Value]:
+        return [w + body_offset + g * layout.body_step for w in weights]
+
+    def simple(head: Value) -> Callable[[], Scales]:
+        def load() -> Scales:
+            step = _half(k, head)
+            if factor != 1.0:
+                step = step * factor
+            return Scales(step, _half(k, head + 2 * n) if f.has_min else None)
+
+        return load
+
+    def within(head: Value, sub: Value, d: Value, dmin: Value | None) -> Callable[[], Scales]:
+        def load() -> Scales:
+            if f.dtype is DType.Q6_K:
+                at = head + 2 * n + sub * (2 * n)
+                first_half, second_half = (k.load(at + n * h, "i8", n).sext("i32") for h in range(2))
+                return Scales(d, None, (first_half, second_half))
+            assert dmin is not None
+            at = head + 4 * n + sub * (2 * n)
+            scale, low = (k.load(at + n * h, "i8", n).zext("i32").to_f32() for h in range(2))
+            return Scales(d * scale, -(dmin * low))
+
+        return load
+
+    if not f.k_quant:
+        with k.loop(first, last) as g:
+            yield g, bodies(g), [simple(w + g * layout.head_step) for w in weights]
+        return
+    with k.loop(first.lshr(3), last.lshr(3)) as s:
+        heads = [w + s * layout.head_step for w in weights]
+        steps = [_half(k, head) for head in heads]
+        lows = [_half(k, head + 2 * n) if f.has_min else None for head in heads]
+        with k.loop(0, 8) as sub:
+            g = (s << 3) + sub
+            yield g, bodies(g), [within(h, sub, d, m) for h, d, m in zip(heads, steps, lows, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tile: R row blocks x C tokens over a range of K
+
+
+def _mode(target: Target) -> str:
+    return "vnni" if target.vnni else "maddubs" if target.x86 else "sdot"
+
+
+class _Tokens:
+    """The activations of one group for C tokens. ``staged``: dwords already repeated to a whole vector (maddubs)."""
+
+    def __init__(self, k: Kernel, records: list[Value], staged: Value | None) -> None:
+        self.k, self.records, self.staged = k, records, staged
+
+    def dword(self, c: int, j: int) -> Value:
+        """Columns 4j..4j+3 of token c in every lane, i8."""
+        k = self.k
+        if self.staged is not None:
+            at = self.staged + (c * 8 + j) * 4 * k.lanes
+            return k.load(at, "i8", 4 * k.lanes, align=4 * k.lanes)
+        return k.splat(k.load(self.records[c] + 4 * j, "i32"), k.lanes).bitcast("i8")
+
+    def f32(self, c: int, field: int) -> Value:
+        return self.k.splat(self.k.load(self.records[c] + field, "f32"), self.k.lanes)
+
+    def i32(self, c: int, field: int) -> Value:
+        return self.k.splat(self.k.load(self.records[c] + field, "i32"), self.k.lanes)
+
+
+def _finish(k: Kernel, acc: Var, total: Value, s: Scales, tokens: _Tokens, c: int) -> None:
+    acc.v = k.fma(total, s.step * tokens.f32(c, ActLayout.SCALE), acc.v)
+    if s.low is not None:
+        acc.v = k.fma(s.low, tokens.f32(c, ActLayout.DSUM), acc.v)
+
+
+def _dot_group(
+    k: Kernel, f: Format, mode: str, bodies: list[Value], scales: list[Callable[[], Scales]], tokens: _Tokens,
+    accs: list[list[Var]],
+) -> None:  # fmt: skip
+    """One group on targets with a four-way dot product: all codes decoded once, then token after token."""
+    n = k.lanes
+    codes = [_codes(k, f, body, mode) for body in bodies]
+    loaded = [load() for load in scales]
+    dot = k.dot_u8s8 if mode == "vnni" else k.dot_s8s8
+    for c in range(len(accs[0])):
+        for r in range(len(bodies)):
+            s = loaded[r]
+            if s.halves is not None:
+                parts = []
+                for h in range(2):
+                    part = tokens.i32(c, ActLayout.OFFSET16 + 4 * h) if mode == "vnni" else k.i32(0, n)
+                    for j in range(4 * h, 4 * h + 4):
+                        part = dot(part, codes[r][j], tokens.dword(c, j))
+                    parts.append(part.to_f32())
+                # |part| <= 2^16 and |scale| <= 2^7: both products and their sum are exact in f32
+                total = k.fma(parts[1], s.halves[1].to_f32(), parts[0] * s.halves[0].to_f32())
+            else:
+                start = tokens.i32(c, ActLayout.OFFSET) if f.offset and mode == "vnni" else k.i32(0, n)
+                for j in range(8):
+                    start = dot(start, codes[r][j], tokens.dword(c, j))
+                total = start.to_f32()
+            _finish(k, accs[r][c], total, s, tokens, c)
+
+
+def _maddubs_group(
+    k: Kernel, f: Format, bodies: list[Value], scales: list[Callable[[], Scales]], tokens: _Tokens,
+    accs: list[list[Var]],
+) -> None:  # fmt: skip
+    """One group on AVX2: two code vectors at a time, each used for all tokens, so that C = 4 fits 16 registers."""
+    n, count = k.lanes, len(accs[0])
+    for r, body in enumerate(bodies):
+        totals: list[Value] = []
+        s: Scales | None = None
+        if f.dtype is DType.Q8_0:
+            totals = [k.i32(0, n)] * count
+            for j in range(8):
+                w = k.load(body + 4 * n * j, "i8", 4 * n)
+                size = k.abs(w)
+                for c in range(count):
+                    x = k.sign_i8(tokens.dword(c, j), w)
+                    totals[c] += k.madd_ones(k.maddubs(size, x))
+        elif f.dtype is DType.Q6_K:
+            s = scales[r]()
+            assert s.halves is not None
+            twice = [((h & 0xFFFF) | (h << 16)).bitcast("i16") for h in s.halves]
+            minus = (((s.halves[0] * -32) & 0xFFFF) | (s.halves[1] << 16) * -32).bitcast("i16")
+            totals = [k.madd(minus, tokens.i32(c, ActLayout.SUM16).bitcast("i16")) for c in range(count)]
+            for i in (0, 2):
+                pairs = [_nibble_pair(k, f, body, i + d, 0) for d in range(2)]
+                for h in range(2):
+                    codes = [pair[h].bitcast("i8") for pair in pairs]
+                    for c in range(count):
+                        both = [k.maddubs(codes[d], tokens.dword(c, 4 * h + i + d)) for d in range(2)]
+                        totals[c] += k.madd(both[0] + both[1], twice[h])
+        else:
+            wide = 4 if f.bits == 4 else 2  # nibble vectors whose sums fit i16
+            for start in range(0, 4, wide):
+                sums: list[Value | None] = [None] * count
+                for i in range(start, start + wide):
+                    for h, code in enumerate(_nibble_pair(k, f, body, i, 0)):
+                        for c in range(count):
+                            product = k.maddubs(code.bitcast("i8"), tokens.dword(c, 4 * h + i))
+                            before = sums[c]
+                            sums[c] = product if before is None else before + product
+                widened = [k.madd_ones(x) for x in sums if x is not None]
+                totals = [a + b for a, b in zip(totals, widened, strict=True)] if totals else widened
+            if f.offset:
+                by = {8: 4, 16: 3}[f.offset]
+                totals = [t + tokens.i32(c, ActLayout.OFFSET).ashr(by) for c, t in enumerate(totals)]
+        s = s or scales[r]()
+        for c in range(count):
+            _finish(k, accs[r][c], totals[c].to_f32(), s, tokens, c)
+
+
+STAGE_GROUPS = 16
+"""AVX2 stages 512 columns of a token tile with every dword repeated over the vector (4 tokens: 16 KB, half of L1), so
+that vpmaddubsw takes them from memory: 12 to 18 % faster than broadcasting in the loop."""
+
+
+def _emit_tile(k: Kernel, f: Format, num_blocks: int, num_tokens: int, p: dict[str, Value]) -> None:
+    """R row blocks at a time x C tokens; see `_tile` for the parameters."""
+    n, mode = k.lanes, _mode(k.target)
+    stage = k.scratch if mode == "maddubs" and num_tokens > 1 else None
+    groups = p["cols"].lshr(5)
+    layout = PackedLayout(f.dtype, 1, 256, n)
+    head_bytes = p["cols"].lshr(8 if f.k_quant else 5) * layout.head_step
+    body_offset = (head_bytes + 63) & -64
+    body_end = body_offset + groups * layout.body_step
+    block_bytes = (body_end + 63) & -64
+    accs = [[k.var(k.f32(0, n)) for _ in range(num_tokens)] for _ in range(num_blocks)]
+
+    def run(first: Value, last: Value, is_first: Value) -> None:
+        if stage is not None:
+            _stage(k, p["x"], stage, first, last, num_tokens)
+        with k.loop(0, p["blocks"], num_blocks) as b:
+            weights = [p["w"] + (b + r) * block_bytes for r in range(num_blocks)]
+            outs = [p["out"] + (b + r) * (4 * n) for r in range(num_blocks)]
+            valid = p["rows"] - (b + num_blocks - 1) * n  # of the last row block; the others are whole
+            _start(k, accs, outs, valid, is_first, p["bias"], b, p["out_stride"], p["accumulate"])
+            with _groups(k, f, weights, body_offset, first, last, mode) as (g, bodies, scales):
+                tiles = [p["x"] + groups * (256 * q) + g * 256 for q in range(-(-num_tokens // 4))]
+                records = [tiles[c // 4] + (c % 4) * 64 for c in range(num_tokens)]
+                staged = None if stage is None else stage + (g - first) * (num_tokens * 32 * n)
+                tokens = _Tokens(k, records, staged)
+                if num_tokens <= 4:
+                    _prefetch(k, bodies, layout.body_step)
+                if mode == "maddubs":
+                    _maddubs_group(k, f, bodies, scales, tokens, accs)
+                else:
+                    _dot_group(k, f, mode, bodies, scales, tokens, accs)
+            _store(k, accs, outs, valid, p["out_stride"])
+
+    if stage is None:
+        run(k.i64(0), groups, k.const(1, "i1"))
+    else:
+        with k.loop(0, groups, STAGE_GROUPS) as first:
+            run(first, k.min(first + STAGE_GROUPS, groups), first.eq(0))
+
+
+def _prefetch(k: Kernel, bodies: list[Value], step: int) -> None:
+    """1 KB ahead of the codes: 128 -> 162 tok/s when decoding."""
+    for body in bodies:
+        for line in range(0, step, 64):
+            k.prefetch(body + (1024 + line))
+
+
+def _stage(k: Kernel, x: Value, stage: Value, first: Value, last: Value, num_tokens: int) -> None:
+    with k.loop(first, last) as g:
+        source, target = x + g * 256, stage + (g - first) * (num_tokens * 32 * k.lanes)
+        for c in range(num_tokens):
+            for j in range(8):
+                word = k.splat(k.load(source + (c * 64 + 4 * j), "i32"), k.lanes)
+                k.store(target + (c * 8 + j) * 4 * k.lanes, word, align=4 * k.lanes)
+
+
+def _start(
+    k: Kernel, accs: list[list[Var]], outs: list[Value], valid: Value, is_first: Value, bias: Value, b: Value,
+    out_stride: Value, accumulate: Value,
+) -> None:  # fmt: skip
+    """Accumulators start from out (accumulating, or later chunks of K), from the bias, or from 0."""
+    n = k.lanes
+    with k.if_else(accumulate.ne(0) | ~is_first) as (from_memory, fresh):
+        with from_memory:
+            for r, (row, out) in enumerate(zip(accs, outs, strict=True)):
+                for c, acc in enumerate(row):
+                    at = out + out_stride * (4 * c)
+                    acc.v = _load_rows(k, at, valid if r == len(accs) - 1 else None)
+        with fresh, k.if_else(bias.ptr_to_int().ne(0)) as (biased, zero):
+            with biased:
+                for r, row in enumerate(accs):
+                    start = _load_rows(k, bias + (b + r) * (4 * n), valid if r == len(accs) - 1 else None)
+                    for acc in row:
+                        acc.v = start
+            with zero:
+                for row in accs:
+                    for acc in row:
+                        acc.v = k.f32(0, n)
+
+
+def _load_rows(k: Kernel, at: Value, valid: Value | None) -> Value:
+    if valid is None:
+        return k.load(at, "f32", k.lanes)
+    return k.masked_load(at, "f32", k.lane_mask(k.min(valid, k.lanes), k.lanes))
+
+
+def _store(k: Kernel, accs: list[list[Var]], outs: list[Value], valid: Value, out_stride: Value) -> None:
+    """Whole vectors, but a mask at the last rows (a masked store is slow on AMD: only where needed)."""
+    n = k.lanes
+    for r, (row, out) in enumerate(zip(accs, outs, strict=True)):
+        if r < len(accs) - 1:
+            for c, acc in enumerate(row):
+                k.store(out + out_stride * (4 * c), acc.v)
+            continue
+        with k.if_else(valid >= n) as (whole, partial):
+            with whole:
+                for c, acc in enumerate(row):
+                    k.store(out + out_stride * (4 * c), acc.v)
+            with partial:
+                mask = k.lane_mask(valid, n)
+                for c, acc in enumerate(row):
+                    k.masked_store(out + out_stride * (4 * c), acc.v, mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Float weights
+
+
+def _emit_float_tile(k: Kernel, dtype: DType, num_blocks: int, num_tokens: int, p: dict[str, Value]) -> None:
+    """acc = fma(w, x, acc), column after column; several row blocks hide the latency of fma."""
+    n = k.lanes
+    layout = PackedLayout(dtype, 1, 1, n)
+    block_bytes = (p["cols"] * layout.body_step + 63) & -64
+    accs = [[k.var(k.f32(0, n)) for _ in range(num_tokens)] for _ in range(num_blocks)]
+    with k.loop(0, p["blocks"], num_blocks) as b:
+        weights = [p["w"] + (b + r) * block_bytes for r in range(num_blocks)]
+        outs = [p["out"] + (b + r) * (4 * n) for r in range(num_blocks)]
+        valid = p["rows"] - (b + num_blocks - 1) * n
+        _start(k, accs, outs, valid, k.const(1, "i1"), p["bias"], b, p["out_stride"], p["accumulate"])
+
+        def columns(at: Value, count: int) -> None:
+            for d in range(count):
+                xs = [k.load(p["x"] + p["x_stride"] * (4 * c) + (at + d) * 4, "f32") for c in range(num_tokens)]
+                for r, w in enumerate(weights):
+                    value = _float_weight(k, dtype, w + (at + d) * layout.body_step)
+                    for c, x in enumerate(xs):
+                        accs[r][c].v = k.fma(value, k.splat(x, n), accs[r][c].v)
+
+        whole = p["cols"] & -4
+        with k.loop(0, whole, 4) as at:
+            if num_tokens <= 4:
+                _prefetch(k, [w + at * layout.body_step for w in weights], 4 * layout.body_step)
+            columns(at, 4)
+        with k.loop(whole, p["cols"]) as at:
+            columns(at, 1)
+        _store(k, accs, outs, valid, p["out_stride"])
+
+
+def _float_weight(k: Kernel, dtype: DType, at: Value) -> Value:
+    if dtype is DType.F32:
+        return k.load(at, "f32", k.lanes)
+    if dtype is DType.F16:
+        return k.load(at, "f16", k.lanes).to_f32()
+    return k.bf16_to_f32(k.load(at, "i16", k.lanes))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernel: work items x token tiles
+
+
+def tiles(target: Target, dtype: DType) -> tuple[tuple[int, int], ...]:
+    """(tokens, row blocks) of the tiles, largest first; a step of T tokens is cut greedily.
+
+    Registers decide: avx512 has 32: 16 accumulators, 8 codes, steps and temporaries; avx2 has 16: 4 + 4 sums.
+    """
+    if dtype not in QUANTISED:
+        if target.name == "avx2":
+            return (4, 2), (2, 4), (1, 4)
+        return (8, 2), (4, 4), (2, 4), (1, 4)
+    if target.name == "avx512":
+        return (16, 1), (8, 1), (4, 1), (3, 1), (2, 1), (1, 1)
+    return (4, 1), (3, 1), (2, 1), (1, 1)
+
+
+_PARAMS = ("ctx", "x", "w", "out", "bias", "blocks", "rows", "cols", "out_stride", "x_stride", "accumulate")
+_POINTERS = ("ctx", "x", "w", "out", "bias")
+
+
+def _tile(k: Kernel, dtype: DType, num_blocks: int, num_tokens: int, values: dict[str, Value]) -> None:
+    """Call the tile function: ``blocks`` row blocks (a multiple of R) from ``w`` on, of which ``rows`` rows exist."""
+
+    def emit(k: Kernel, *params: Value) -> None:
+        p = dict(zip(_PARAMS, params, strict=True))
+        if dtype in QUANTISED:
+            _emit_tile(k, Format(dtype), num_blocks, num_tokens, p)
+        else:
+            _emit_float_tile(k, dtype, num_blocks, num_tokens, p)
+
+    name = f"{kernel_name(dtype)}_{num_blocks}x{num_tokens}"
+    k.call(name, emit, *[values[name] for name in _PARAMS])
+
+
+def _emit(k: Kernel, dtype: DType) -> None:
+    n, a = k.lanes, k.arg
+    num_tokens = k.select(a.logits.ne(0), k.header.R, k.header.T)
+    layout = PackedLayout(dtype, 1, 256, n)
+    head_bytes = a.cols.lshr(5 if layout.head_cols == 32 else 8) * layout.head_step
+    units = a.cols if layout.is_float else a.cols.lshr(5)
+    block_bytes = (((head_bytes + 63) & -64) + units * layout.body_step + 63) & -64
+    blocks = (a.rows + (n - 1)) // n
+    # at least four items a thread where there are so many blocks: a thread held up by others costs less
+    share = (blocks // (k.context.num_threads * 4)).bitcast("i64")
+    grain = k.max(k.min(a.grain, share), 1)
+    with k.work_items((blocks + grain - 1) // grain) as item:
+        first = item * grain
+        count = k.min(grain, blocks - first)
+        done = k.var(k.i64(0))
+        for size, num_blocks in tiles(k.target, dtype):
+            with k.loop(done.v, num_tokens - (size - 1), size) as t:
+                if layout.is_float:
+                    x = a.x + t * a.x_stride * 4
+                else:
+                    x = a.x + ActLayout.row_offset(t, a.cols.lshr(5))
+                start = k.var(k.i64(0))
+                for r in (num_blocks, 1) if num_blocks > 1 else (1,):
+                    now = (count - start.v) // r * r
+                    block = first + start.v
+                    with k.if_(now > 0):
+                        _tile(k, dtype, r, size, {
+                            "ctx": k.ctx, "x": x, "w": a.w + block * block_bytes,
+                            "out": a.out + (t * a.out_stride + block * n) * 4,
+                            "bias": k.select(a.bias.ptr_to_int().eq(0), a.bias, a.bias + block * (4 * n)),
+                            "blocks": now, "rows": a.rows - block * n, "cols": a.cols,
+                            "out_stride": a.out_stride, "x_stride": a.x_stride, "accumulate": a.accumulate,
+                        })  # fmt: skip
+                    start.v = start.v + now
+                done.v = t + size
+
+
+def _definition(dtype: DType) -> KernelDef:
+    return KernelDef(kernel_name(dtype), ARGS, lambda k: _emit(k, dtype))
+
+
+KERNELS: tuple[KernelDef, ...] = tuple(_definition(dtype) for dtype in DType)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One row as f32
+
+
+def emit_dequantize_row(
+    k: Kernel, dtype: DType, w: Value, cols: Value, row: Value, store: Callable[[Value, Value], None]
+) -> None:
+    """Logical row ``row`` of the packed weight at ``w``: ``store(column, f32 vector)`` in order, 16 columns at a time
+    (one for float types). Operation for operation formats.dequantize, so equal to it bit by bit."""
+    n = k.lanes
+    layout = PackedLayout(dtype, 1, 256, n)
+    block, lane = row // n, row % n
+    if layout.is_float:
+        base = w + block * ((cols * layout.body_step + 63) & -64)
+        size = layout.body_unit
+        with k.loop(0, cols) as column:
+            at = base + column * layout.body_step + lane * size
+            if dtype is DType.BF16:
+                store(column, k.bf16_to_f32(k.load(at, "i16")))
+            else:
+                store(column, k.load(at, "f32" if dtype is DType.F32 else "f16").to_f32())
+        return
+    f = Format(dtype)
+    head_bytes = cols.lshr(8 if f.k_quant else 5) * layout.head_step
+    body_offset = (head_bytes + 63) & -64
+    head = w + block * ((body_offset + cols.lshr(5) * layout.body_step + 63) & -64)
+    with k.loop(0, cols.lshr(5)) as g:
+        body = head + body_offset + g * layout.body_step + lane * 4
+        for h, q in enumerate(_row_codes(k, f, body)):
+            step, low = _row_scales(k, f, head, g, lane, h)
+            offset = 0 if dtype is DType.Q8_0 else f.offset
+            value = (q - offset if offset else q).to_f32() * step
+            store((g << 5) + 16 * h, value if low is None else value + low)
+
+
+def _row_codes(k: Kernel, f: Format, body: Value) -> tuple[Value, Value]:
+    """Codes of columns 0..15 and 16..31 of a group as i32; ``body`` points at this row's lane of the first vector."""
+    stride = 4 * k.lanes
+
+    def four(first: int) -> Value:
+        out = k.undef("i32", 4)
+        for i in range(4):
+            out = out.insert(i, k.load(body + (first + i) * stride, "i32"))
+        return out
+
+    if f.dtype is DType.Q8_0:
+        return four(0).bitcast("i8").sext("i32"), four(4).bitcast("i8").sext("i32")
+    v = four({5: 1, 6: 2}.get(f.bits, 0))
+    nibbles = _dwords(k, 15)
+    low, high = v & nibbles, v.lshr(4) & nibbles
+    if f.bits == 5:
+        fifth, bit = k.splat(k.load(body, "i32"), 4), _dwords(k, 16)
+        low |= (fifth << k.const_vec("i32", [4, 3, 2, 1])) & bit
+        high |= fifth.lshr(k.const_vec("i32", [0, 1, 2, 3])) & bit
+    elif f.bits == 6:
+        left, right = k.const_vec("i32", [4, 2, 0, 0]), k.const_vec("i32", [0, 0, 0, 2])
+        low, high = (
+            part | ((k.splat(k.load(body + stride * h, "i32"), 4) << left).lshr(right) & _dwords(k, 0x30))
+            for h, part in enumerate((low, high))
+        )
+    return low.bitcast("i8").zext("i32"), high.bitcast("i8").zext("i32")
+
+
+def _row_scales(k: Kernel, f: Format, head: Value, g: Value, lane: Value, h: int) -> tuple[Value, Value | None]:
+    """Step and min of 16 columns; q * step + min."""
+    n = k.lanes
+    layout = PackedLayout(f.dtype, 1, 256, n)
+
+    def half(at: Value) -> Value:
+        return k.load(at + lane * 2, "f16").to_f32()
+
+    if not f.k_quant:
+        at = head + g * layout.head_step
+        return half(at), half(at + 2 * n) if f.has_min else None
+    at, sub = head + g.lshr(3) * layout.head_step, (g & 7) * (2 * n) + lane
+    if f.dtype is DType.Q6_K:
+        return half(at) * k.load(at + sub + (2 + h) * n, "i8").sext("i32").to_f32(), None
+    scale, low = (k.load(at + sub + (4 + i) * n, "i8").zext("i32").to_f32() for i in range(2))
+    return half(at) * scale, -(half(at + 2 * n) * low)
