@@ -77,6 +77,7 @@ HEADER_FIELDS: Final[dict[str, str]] = {
 }
 
 CONTEXT_FIELDS: Final[dict[str, str]] = {
+    "self": "ptr",  # this record
     "thread": "i64",
     "num_threads": "i64",
     "header": "ptr",

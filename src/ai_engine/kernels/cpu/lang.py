@@ -119,7 +119,7 @@ def detect_target(features: frozenset[str], cpu: str, forced: str = "") -> Targe
 class Record:
     """An ordered list of named 8-byte fields; types "ptr", "i64", "i32", "f32". An f32 lies in the low four bytes."""
 
-    def __init__(self, **types: str) -> None:
+    def __init__(self, /, **types: str) -> None:
         for name, ty in types.items():
             assert ty in ("ptr", "i64", "i32", "f32"), (name, ty)
         self.types = types
@@ -134,7 +134,7 @@ class Record:
             return int(struct.unpack("<I", struct.pack("<f", value))[0])
         return int(value) & 0xFFFF_FFFF_FFFF_FFFF
 
-    def pack(self, **values: Number) -> npt.NDArray[np.uint64]:
+    def pack(self, /, **values: Number) -> npt.NDArray[np.uint64]:
         """An argument block; every field must be given."""
         assert values.keys() == self.types.keys(), (sorted(values), sorted(self.types))
         return np.array([self.word(name, values[name]) for name in self.types], dtype=np.uint64)
@@ -154,7 +154,7 @@ class KernelDef:
     targets: tuple[str, ...] = ()
 
 
-def kernel(name: str = "", /, *, targets: tuple[str, ...] = (), **fields: str) -> Callable[..., KernelDef]:
+def kernel(name: str = "", targets: tuple[str, ...] = (), /, **fields: str) -> Callable[..., KernelDef]:
     """Decorator: ``@kernel(x="ptr", n="i64")`` makes a KernelDef named like the function (or ``name``)."""
 
     def wrap(emit: Callable[[Kernel], None]) -> KernelDef:
