@@ -93,10 +93,11 @@ def _cpu(cpuinfo: str) -> tuple[str, tuple[str, ...], int]:
 def _own_cgroups(root: Path) -> Iterable[tuple[str, Path]]:
     """("v2" | controller, directory) of this process's cgroup and its ancestors, leaf first."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        hierarchy, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        mounts = (
-            [("v2", "")] if hierarchy == "0" else [(c, c) for c in controllers.split(",") if c in ("cpu", "memory")]
-        )
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if hierarchy == "0":
+            mounts = [("v2", "")]
+        else:
+            mounts = [(name, name) for name in controllers.split(",") if name in ("cpu", "memory")]
         for kind, mount in mounts:
             directory = root / "sys/fs/cgroup" / mount
             relative = Path(path.lstrip("/"))
