@@ -1,0 +1,13 @@
+"""Qwen2 and 2.5: the plain decoder with biases on q, k and v (found in the file)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ai_engine.ports.model import ModelConfig, TensorInfo
+from ai_engine.runtime.ir import Graph
+from ai_engine.runtime.models.common import ModelBuilder
+
+
+def build(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> Graph:
+    return ModelBuilder(config, tensors).pre_norm_layers()
