@@ -1,0 +1,476 @@
+"""The step loop: one thread that takes arrivals in, opens sequences, plans, runs the step and delivers its chunks.
+
+Owns the state and the life of every request: each accepted one ends in exactly one terminal chunk per choice. The
+native step releases the interpreter, so arrivals and cancels collect in the intake meanwhile. Asleep when there is
+nothing to do. Does not choose (scheduler.py, rules.py) and knows no event loop (service.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ai_engine.ports.clock import Clock
+from ai_engine.ports.errors import AiEngineError, DeadlineExceeded, EngineError
+from ai_engine.ports.runtime import KvBudget, Runtime, SeqOutput, StepPlan, StepResult
+from ai_engine.ports.serving import Chunk, Terminal, TokenLogprob, Usage
+from ai_engine.ports.telemetry import RequestScheduled, StepDone, Telemetry, TokenTimes
+from ai_engine.serving import scheduler
+from ai_engine.serving.config import ServingConfig
+from ai_engine.serving.cost import Load
+from ai_engine.serving.rules import may_start, stop_reason
+from ai_engine.serving.state import Choice, Group, State
+
+
+class Arrive(msgspec.Struct, frozen=True):
+    group: Group
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    request_id: str
+    index: int | None = None
+
+
+class FailAll(msgspec.Struct, frozen=True):
+    error: AiEngineError
+
+
+Command = Arrive | Cancel | FailAll
+
+
+class StepLoop:
+    """``deliver(chunks)`` is called in the loop's thread, once per step that made any. Other threads may call `post`
+    and read the plain attributes."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        deliver: Callable[[list[Chunk]], None],
+        *,
+        config: ServingConfig,
+        clock: Clock,
+        telemetry: Telemetry,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._runtime = runtime
+        self._deliver = deliver
+        self._clock = clock
+        self._telemetry = telemetry
+        self._eos_ids = eos_ids
+        self._now_s = clock.now_s()
+        self.state = State(runtime.limits, config, runtime.pages_needed)
+        self._budget = runtime.budget()
+        self._groups: dict[str, Group] = {}
+        self._open: dict[int, Choice] = {}  # by seq_id
+        self._deadlines: list[tuple[float, str]] = []  # heap
+        self._chunks: list[Chunk] = []  # made since the last delivery
+        self._arrivals = 0
+        self._queued_tokens = 0
+        self._seq_ids = 0
+        self._intake: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        # read by other threads
+        self.idle = True
+        self.beat_s = clock.now_s()
+        self.left_queue_requests = 0  # ever; the other thread counts those that entered
+        self.left_queue_tokens = 0
+        self.failed_steps = 0  # in a row
+        self.last_error = ""
+        self.tokens_per_s = 0.0  # rows computed per second of stepping, smoothed
+
+    # other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        self._intake.append(command)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread after the step that runs. Requests still open get no more chunks."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def num_running(self) -> int:
+        return len(self.state.running)
+
+    # the loop
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            if not self.run_once():
+                self.idle = True
+                self._wake.wait()
+
+    def run_once(self) -> bool:
+        """Take in what came and run a step; False when there was nothing to run."""
+        self.beat_s = self._now_s = now = self._clock.now_s()
+        self.idle = False
+        try:
+            self._take_in()
+            self._expire(now)
+            self._open_ready(now)
+            if not self.state.has_work or self._gives_up():
+                return False
+            self._step(now)
+        except Exception as error:  # a bug of ours must not end the loop: it would end every stream
+            self._reset(error)
+        finally:
+            self._flush()
+        return True
+
+    def _gives_up(self) -> bool:
+        """Only releases are left and the runtime keeps failing: they wait for the next request's plan."""
+        return not self._groups and self.failed_steps >= self.state.config.max_failed_steps
+
+    def _flush(self) -> None:
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
+            self._deliver(chunks)
+
+    def _take_in(self) -> None:
+        while self._intake:
+            command = self._intake.popleft()
+            if isinstance(command, Arrive):
+                self._arrive(command.group)
+            elif isinstance(command, Cancel):
+                self._cancel(command)
+            else:
+                for group in list(self._groups.values()):
+                    self._fail(group.unfinished, command.error)
+
+    def _arrive(self, group: Group) -> None:
+        request = group.request
+        self._arrivals += 1
+        for choice in group.choices:
+            choice.age = (request.priority, self._arrivals, choice.index)
+        self._groups[request.request_id] = group
+        self._queued_tokens += group.expected_tokens
+        self.state.queue.push(
+            request.request_id,
+            group,
+            tenant=request.tenant,
+            cost_tokens=group.expected_tokens,
+            priority=request.priority,
+        )
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (group.deadline_s, request.request_id))
+
+    def _cancel(self, command: Cancel) -> None:
+        group = self._groups.get(command.request_id)
+        for choice in group.unfinished if group is not None else ():
+            if command.index in (None, choice.index):
+                self._finish(choice, "cancelled", code="cancelled")
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            group = self._groups.get(request_id)
+            if group is not None and group.deadline_s <= now:
+                message = f"the request did not finish within its timeout of {group.request.timeout_s:g} s"
+                self._fail(group.unfinished, DeadlineExceeded(message))
+
+    # opening
+
+    def _open_ready(self, now: float) -> None:
+        """Open who may start: the parked in order of age, then the queue; nobody passes one who has to wait."""
+        state = self.state
+        while state.parked and may_start(state, state.parked[0], self._budget):
+            self._open_choice(state.parked.pop(0), now)
+        while not state.parked and (group := state.queue.peek()) is not None:
+            if not may_start(state, group.leader, self._budget):
+                return
+            state.queue.pop()
+            self._left_queue(group)
+            self._open_choice(group.leader, now)
+
+    def _open_choice(self, choice: Choice, now: float) -> None:
+        group = choice.group
+        self._seq_ids += 1
+        spec = choice.spec(self._seq_ids, self._donor(group))
+        try:
+            cached = self._runtime.open(spec)
+        except Exception as error:  # one request's failure, whatever it is
+            self._fail([choice], _engine_error(error))
+            return
+        choice.seq_id, choice.computed = spec.seq_id, cached
+        choice.scores_prompt, choice.scored_since_open = spec.params.prompt_logprobs is not None, 0
+        self._open[spec.seq_id] = choice
+        self.state.add_running(choice)
+        self._budget = self._runtime.budget()
+        if group.scheduled_s is None:
+            group.scheduled_s, group.cached_tokens = now, cached
+            self._telemetry.emit(
+                RequestScheduled(group.request.request_id, now - group.arrived_s, choice.prompt_len, cached)
+            )
+
+    def _donor(self, group: Group) -> int | None:
+        """An open sequence that holds the pages of the group's prompt; one that ends with the next plan still does."""
+        if group.donor_id in self._open or group.donor_id in self.state.closing:
+            return group.donor_id
+        return next((c.seq_id for c in group.choices if c.seq_id and c.computed >= c.prompt_len), None)
+
+    def _left_queue(self, group: Group) -> None:
+        group.queued = False
+        self._queued_tokens -= group.expected_tokens
+        self.left_queue_requests += 1
+        self.left_queue_tokens += group.expected_tokens
+
+    # a step
+
+    def _step(self, now: float) -> None:
+        state = self.state
+        plan, load = scheduler.plan(state, self._budget, now)
+        assert plan.work or plan.release or plan.preempt, "work to do, and nothing planned"
+        planned_s = self._clock.now_s()
+        state.step = plan.step
+        state.closing.clear()
+        for seq_id in plan.preempt:
+            self._park(self._open.pop(seq_id))
+        try:
+            result = self._runtime.step(plan)
+        except Exception as error:  # whatever it was, only this plan's sequences pay for it
+            self._fail_step(plan, error)
+            return
+        self._now_s = self._clock.now_s()
+        self.failed_steps, self.last_error = 0, ""
+        self._budget = result.budget
+        self._learn(load, result)
+        self._emit_step(plan, load, result, planned_s - now)
+        for work in plan.work:
+            self._open[work.seq_id].computed += work.num_tokens
+        for output in result.outputs:
+            self._apply(self._open[output.seq_id], output)
+
+    def _park(self, choice: Choice) -> None:
+        self.state.running.remove(choice)
+        choice.seq_id = choice.computed = 0
+        self.state.park(choice)
+
+    def _learn(self, load: Load, result: StepResult) -> None:
+        seconds = result.ended_s - result.started_s
+        if load.rows and seconds > 0:
+            self.state.cost.observe(load, seconds)
+            rate = load.rows / seconds
+            self.tokens_per_s += (rate - self.tokens_per_s) * (0.1 if self.tokens_per_s else 1.0)
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """Its sequences are in an undefined state: the runtime is asked to release all of them."""
+        self._note_failure(error)
+        self.state.closing += [*plan.release, *plan.preempt]
+        for group in self._groups.values():
+            group.donor_id = 0
+        self._fail([self._open[work.seq_id] for work in plan.work], _engine_error(error))
+        self._budget = self._runtime.budget()
+
+    def _reset(self, error: Exception) -> None:
+        """After a bug of ours: fail every request and start from an empty state."""
+        self._note_failure(error)
+        state, groups = self.state, list(self._groups.values())
+        state.closing = list({*state.closing, *self._open})
+        state.running.clear()
+        state.parked.clear()
+        self._open.clear()
+        for choice in (c for group in groups for c in group.unfinished):
+            choice.seq_id = 0
+            self._fail([choice], _engine_error(error))
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failed_steps += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+
+    # results
+
+    def _apply(self, choice: Choice, output: SeqOutput) -> None:
+        if output.failed is not None:
+            self._fail([choice], EngineError(f"the model's output is unusable: {output.failed}"))
+            return
+        tokens: list[int] = []
+        finish: Terminal | None = None
+        for token in output.tokens:
+            choice.tokens.append(token)
+            tokens.append(token)
+            finish = stop_reason(choice, self.state.limits, self._eos_ids)
+            if finish is not None:
+                break
+        choice.computed += max(0, len(tokens) - 1)  # accepted drafts are computed already
+        if tokens:
+            self._note_tokens(choice)
+        logprobs = None if output.logprobs is None else output.logprobs[: len(tokens)]
+        scores = _fresh_scores(choice, output.prompt_logprobs)
+        if finish is not None:
+            self._finish(choice, finish, tokens=tokens, logprobs=logprobs, prompt_logprobs=scores)
+        elif tokens or scores:
+            self._chunks.append(
+                Chunk(
+                    request_id=choice.group.request.request_id,
+                    index=choice.index,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    prompt_logprobs=scores,
+                    step=self.state.step,
+                )
+            )
+
+    def _note_tokens(self, choice: Choice) -> None:
+        group, now = choice.group, self._now_s
+        if choice.first_token_s is None:
+            choice.first_token_s = now
+        else:
+            choice.gaps_s.append(now - choice.last_token_s)
+        choice.last_token_s = now
+        if not group.forked and len(group.choices) > 1:
+            group.forked, group.donor_id = True, choice.seq_id
+            for sibling in group.unfinished:
+                if sibling is not choice:
+                    self.state.park(sibling)
+
+    def _fail(self, choices: Sequence[Choice], error: AiEngineError) -> None:
+        for choice in choices:
+            self._finish(choice, "failed", code=error.code, message=error.message)
+
+    def _finish(
+        self,
+        choice: Choice,
+        finish: Terminal,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: list[TokenLogprob] | None = None,
+        prompt_logprobs: list[TokenLogprob] | None = None,
+        code: str | None = None,
+        message: str | None = None,
+    ) -> None:
+        """The only way a choice ends: its terminal chunk, its sequence closed, its request forgotten with the last."""
+        assert choice.finish is None, (choice.group.request.request_id, choice.index, choice.finish)
+        group = choice.group
+        choice.finish = finish
+        self._open.pop(choice.seq_id, None)
+        self.state.close(choice)
+        usage = _usage(choice)
+        self._chunks.append(
+            Chunk(
+                request_id=group.request.request_id,
+                index=choice.index,
+                tokens=list(tokens),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish=finish,
+                stop_token=tokens[-1] if finish == "stop" else None,
+                error_code=code,
+                error_message=message,
+                usage=usage,
+                step=self.state.step,
+            )
+        )
+        self._emit_times(choice, usage)
+        self._settle(group, choice)
+
+    def _settle(self, group: Group, ended: Choice) -> None:
+        """Forget a request without open choices; let another choice lead when the leader ended before the fork."""
+        unfinished = group.unfinished
+        if not unfinished:
+            del self._groups[group.request.request_id]
+            if group.queued:
+                self.state.queue.remove(group.request.request_id)
+                self._left_queue(group)
+        elif group.leader is ended and not group.forked:
+            group.leader = unfinished[0]
+            if not group.queued:
+                self.state.park(group.leader)
+
+    # telemetry
+
+    def _emit_step(self, plan: StepPlan, load: Load, result: StepResult, plan_s: float) -> None:
+        decode = sum(1 for work in plan.work if self._open[work.seq_id].uncomputed == 1)
+        budget: KvBudget = result.budget
+        self._telemetry.emit(
+            StepDone(
+                step=plan.step,
+                started_s=result.started_s,
+                ended_s=result.ended_s,
+                plan_s=plan_s,
+                num_seqs=len(plan.work),
+                prefill_tokens=load.rows - decode,
+                decode_tokens=decode,
+                kept_rows=result.kept_rows,
+                running=len(self.state.running),
+                queued_requests=len(self.state.queue),
+                queued_tokens=self._queued_tokens,
+                pages_total=budget.total,
+                pages_free=budget.free,
+                pages_cached=budget.cached,
+                pages_held=budget.held,
+                evicted_pages=result.evicted_pages,
+                preempted=len(plan.preempt),
+            )
+        )
+
+    def _emit_times(self, choice: Choice, usage: Usage) -> None:
+        group, now = choice.group, self._now_s
+        first_s, started_s = choice.first_token_s, group.scheduled_s
+        self._telemetry.emit(
+            TokenTimes(
+                request_id=group.request.request_id,
+                trace_id=group.request.trace_id,
+                finish=choice.finish or "",
+                ttft_s=None if first_s is None else first_s - group.arrived_s,
+                e2e_s=now - group.arrived_s,
+                queue_s=(now if started_s is None else started_s) - group.arrived_s,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                gaps_s=choice.gaps_s,
+            )
+        )
+
+    # invariants
+
+    def check_integrity(self) -> None:
+        """Run after each step in tests: each unfinished choice is in one place, and nothing else is anywhere."""
+        state = self.state
+        state.check_integrity()
+        assert {c.seq_id: c for c in state.running} == self._open
+        placed = {id(c) for c in (*state.running, *state.parked)}
+        for group in self._groups.values():
+            assert group.unfinished
+            for choice in group.unfinished:
+                waits = group.queued or (not group.forked and choice is not group.leader)
+                assert (id(choice) in placed) != waits, (group.request.request_id, choice.index)
+        assert {id(c.group) for c in (*state.running, *state.parked)} <= {id(g) for g in self._groups.values()}
+        assert all(group.queued for group in state.queue)
+
+
+def _usage(choice: Choice) -> Usage:
+    """The prompt is counted once, on choice 0."""
+    if choice.index == 0:
+        return Usage(choice.prompt_len, choice.num_output, choice.group.cached_tokens)
+    return Usage(0, choice.num_output)
+
+
+def _fresh_scores(choice: Choice, scores: list[TokenLogprob] | None) -> list[TokenLogprob] | None:
+    """Those not delivered before: a sequence that was preempted in its prompt scores its start again."""
+    if scores is None:
+        return None
+    fresh = scores[max(0, choice.scored - choice.scored_since_open) :]
+    choice.scored_since_open += len(scores)
+    choice.scored = max(choice.scored, choice.scored_since_open)
+    return fresh or None
+
+
+def _engine_error(error: Exception) -> AiEngineError:
+    return error if isinstance(error, AiEngineError) else EngineError(f"{type(error).__name__}: {error}")

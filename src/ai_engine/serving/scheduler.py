@@ -1,0 +1,149 @@
+"""Who runs how many tokens this step: ``plan(state, budget, now)``, pure: no clock, no I/O, changes nothing.
+
+Decodes first, then prompts in the time and rows that are left. The oldest sequence can always go on: when pages are
+short the youngest gives its back. What a preemption frees is spent in the next step, when the runtime has counted it;
+a sequence that is short and has no younger one to preempt waits. Does not open or release anything: loop.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ai_engine.ports.runtime import KvBudget, StepPlan, Work
+from ai_engine.serving.cost import Load
+from ai_engine.serving.state import Choice, State
+
+
+class Ledger:
+    """What this step has left, and what has been given out so far."""
+
+    def __init__(self, state: State, budget: KvBudget) -> None:
+        self.state = state
+        self.rows = state.limits.max_step_tokens
+        self.logit_rows = state.limits.max_logit_rows
+        self.seqs = state.limits.max_seqs
+        self.pages = budget.available
+        self.page_tokens = budget.page_tokens
+        self.kept_for_oldest = 0  # pages that only state.running[0] may take
+        self.load = Load()
+        self.work: list[Work] = []
+        self.preempt: list[int] = []
+        self.taken: set[int] = set()  # sequences that work or are preempted
+        self.freeing = 0  # pages that the preemptions should free
+
+    def pages_for(self, choice: Choice) -> int:
+        return self.pages + (self.kept_for_oldest if choice is self.state.running[0] else 0)
+
+    def give(self, choice: Choice, num_tokens: int, pages: int) -> None:
+        if choice is self.state.running[0]:
+            self.pages += self.kept_for_oldest
+            self.kept_for_oldest = 0
+        logit_rows = choice.logit_rows(num_tokens)
+        self.rows -= num_tokens
+        self.logit_rows -= logit_rows
+        self.seqs -= 1
+        self.pages -= pages
+        self.load.add(num_tokens, logit_rows, choice.computed)
+        self.taken.add(choice.seq_id)
+        self.work.append(Work(choice.seq_id, num_tokens, (), choice.group.request.adapter))
+
+    def short(self, choice: Choice, pages: int) -> None:
+        """``choice`` cannot go on for want of ``pages``: nobody younger may take the rest, and the youngest give theirs
+        back, unless sequences that end with this plan may free enough."""
+        missing = pages - self.pages_for(choice) - self.freeing
+        self.pages = 0
+        if self.state.closing:
+            return
+        for victim in reversed(self.state.running):
+            if missing <= 0 or victim is choice:
+                return
+            held = -(-victim.computed // self.page_tokens)
+            if held and victim.seq_id not in self.taken:
+                self.preempt.append(victim.seq_id)
+                self.taken.add(victim.seq_id)
+                self.freeing += held
+                missing -= held
+
+
+def _keep_oldest_going(state: State, ledger: Ledger, now: float) -> None:
+    """Set pages aside for the oldest before anyone else takes one."""
+    if state.running:
+        oldest = state.running[0]
+        pages = state.pages_needed(oldest.seq_id, min(oldest.uncomputed, ledger.page_tokens))
+        if pages > ledger.pages:
+            ledger.short(oldest, pages)
+        else:
+            ledger.pages -= pages
+            ledger.kept_for_oldest = pages
+
+
+def _decode(state: State, ledger: Ledger, now: float) -> None:
+    """One row for everyone with one token to compute."""
+    for choice in state.running:
+        if choice.uncomputed > 1 or choice.seq_id in ledger.taken or choice.group.deadline_s <= now:
+            continue
+        if not (ledger.rows and ledger.seqs and ledger.logit_rows):
+            return
+        pages = state.pages_needed(choice.seq_id, 1)
+        if pages > ledger.pages_for(choice):
+            ledger.short(choice, pages)
+        else:
+            ledger.give(choice, 1, pages)
+
+
+def _prefill(state: State, ledger: Ledger, now: float) -> None:
+    """Chunks of prompts, oldest first. The first always advances; the next ones only by a chunk worth its overhead."""
+    target_s = state.config.step_target_s if ledger.work else state.config.prefill_target_s
+    first = True
+    for choice in state.running:
+        if choice.uncomputed == 1 or choice.seq_id in ledger.taken or choice.group.deadline_s <= now:
+            continue
+        if not (ledger.rows and ledger.seqs):
+            return
+        num_tokens = _chunk(state, ledger, choice, target_s, first)
+        if num_tokens == 0:
+            continue
+        first = False
+        fits = _within_pages(state, ledger, choice, num_tokens)
+        if fits == 0:
+            ledger.short(choice, state.pages_needed(choice.seq_id, 1))
+        else:
+            ledger.give(choice, fits, state.pages_needed(choice.seq_id, fits))
+
+
+def _chunk(state: State, ledger: Ledger, choice: Choice, target_s: float, first: bool) -> int:
+    """Rows for this prompt by time, rows and logits rows; 0: not in this step."""
+    least = min(state.config.min_prefill_tokens, choice.uncomputed)
+    in_time = state.cost.rows_within(target_s, ledger.load, choice.computed)
+    if in_time < least:
+        in_time = least if first else 0
+    num_tokens = min(in_time, choice.uncomputed, ledger.rows)
+    if choice.scores_prompt:
+        return min(num_tokens, ledger.logit_rows)
+    if num_tokens == choice.uncomputed and ledger.logit_rows == 0:
+        return num_tokens - 1  # its last row samples
+    return num_tokens
+
+
+def _within_pages(state: State, ledger: Ledger, choice: Choice, num_tokens: int) -> int:
+    """The most of ``num_tokens`` that fit into the pages left; ends at a page's end when cut."""
+    while num_tokens > 0:
+        over = state.pages_needed(choice.seq_id, num_tokens) - ledger.pages_for(choice)
+        if over <= 0:
+            return num_tokens
+        last_page = -(-(choice.computed + num_tokens) // ledger.page_tokens)
+        num_tokens = (last_page - over) * ledger.page_tokens - choice.computed
+    return 0
+
+
+Stage = Callable[[State, Ledger, float], None]
+STAGES: Final[Sequence[Stage]] = (_keep_oldest_going, _decode, _prefill)
+
+
+def plan(state: State, budget: KvBudget, now: float) -> tuple[StepPlan, Load]:
+    """The step's plan, and the load it puts on the machine."""
+    ledger = Ledger(state, budget)
+    for stage in STAGES:
+        stage(state, ledger, now)
+    return StepPlan(state.step + 1, ledger.work, list(state.closing), ledger.preempt), ledger.load

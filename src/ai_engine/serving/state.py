@@ -1,0 +1,175 @@
+"""What the scheduler knows: requests, their choices, who runs, who is parked, who waits. Owns the invariants.
+
+    queue   --admit-->  running  --finish-->  closing (released with the next plan)
+                 parked --admit-^  \\--preempt--> parked
+A request enters as one Group; its leader computes the prompt, then the other choices are parked and fork from it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+import msgspec
+
+from ai_engine.ports.runtime import Limits, SequenceSpec
+from ai_engine.ports.sampling import SamplingParams
+from ai_engine.ports.serving import GenerateRequest, Terminal
+from ai_engine.serving.config import ServingConfig
+from ai_engine.serving.cost import CostModel
+from ai_engine.serving.queue import FairQueue
+
+MAX_SEED = 1 << 64
+
+
+class Group:
+    """One accepted request."""
+
+    def __init__(self, request: GenerateRequest, arrived_s: float, expected_tokens: int) -> None:
+        self.request = request
+        self.arrived_s = arrived_s
+        self.expected_tokens = expected_tokens
+        self.deadline_s = float("inf") if request.timeout_s is None else arrived_s + request.timeout_s
+        self.scheduled_s: float | None = None  # first left the queue
+        self.cached_tokens = 0
+        self.queued = True
+        self.choices = [Choice(self, index) for index in range(request.n)]
+        self.leader = self.choices[0]  # computes the prompt
+        self.forked = False  # the prompt is computed and the other choices were parked
+        self.donor_id = 0  # a sequence that holds the prompt's pages
+
+    @property
+    def unfinished(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.finish is None]
+
+
+class Choice:
+    """One sequence of a request. ``seq_id`` is 0 while it is not open in the runtime; each opening gets a new one."""
+
+    __slots__ = (
+        "age",
+        "computed",
+        "finish",
+        "first_token_s",
+        "gaps_s",
+        "group",
+        "index",
+        "last_token_s",
+        "params",
+        "prompt_len",
+        "scored",
+        "scored_since_open",
+        "scores_prompt",
+        "seq_id",
+        "tokens",
+    )
+
+    def __init__(self, group: Group, index: int) -> None:
+        request = group.request
+        self.group = group
+        self.index = index
+        self.params = _choice_params(request.params, index)
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.age = (request.priority, 0, index)  # smaller is older
+        self.seq_id = 0
+        self.computed = 0
+        self.finish: Terminal | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s = 0.0
+        self.gaps_s: list[float] = []
+        self.scored = 0  # prompt logprobs delivered
+        self.scored_since_open = 0
+        self.scores_prompt = False  # the open sequence keeps a logits row for each prompt row
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output_left(self) -> int:
+        return self.params.max_tokens - self.num_output
+
+    def logit_rows(self, num_tokens: int) -> int:
+        """Logits rows kept when the next ``num_tokens`` are computed; row i scores token i + 1."""
+        rows = int(num_tokens == self.uncomputed)
+        if self.scores_prompt:
+            rows += max(0, min(self.computed + num_tokens, self.prompt_len - 1) - self.computed)
+        return rows
+
+    def spec(self, seq_id: int, fork_of: int | None) -> SequenceSpec:
+        request, params = self.group.request, self.params
+        if params.prompt_logprobs is not None and self.scored >= self.prompt_len - 1:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return SequenceSpec(
+            seq_id=seq_id,
+            tokens=list(self.tokens),
+            prompt_len=self.prompt_len,
+            params=params,
+            namespace=f"{request.tenant}\0{request.adapter}",
+            fork_of=fork_of,
+        )
+
+
+def _choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    if index == 0:
+        return params
+    assert params.seed is not None
+    return msgspec.structs.replace(params, seed=(params.seed + index) % MAX_SEED, prompt_logprobs=None)
+
+
+class State:
+    """Lists are kept oldest first. ``pages_needed`` is the runtime's question of that name; it changes nothing."""
+
+    def __init__(self, limits: Limits, config: ServingConfig, pages_needed: Callable[[int, int], int]) -> None:
+        self.limits = limits
+        self.config = config
+        self.pages_needed = pages_needed
+        self.cost = CostModel()
+        self.queue: FairQueue[Group] = FairQueue()
+        self.running: list[Choice] = []  # open in the runtime
+        self.parked: list[Choice] = []  # preempted, or waiting to fork: before anyone in the queue
+        self.closing: list[int] = []  # sequences to release with the next plan
+        self.step = 0  # number of the last plan
+        # Everyone who runs must fit into one step, or the youngest would starve.
+        most = min(limits.max_seqs, limits.max_logit_rows, limits.max_step_tokens)
+        self.max_running = min(config.max_running or most, most)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.closing or self.parked or len(self.queue))
+
+    def add_running(self, choice: Choice) -> None:
+        insort(self.running, choice, key=lambda c: c.age)
+
+    def park(self, choice: Choice) -> None:
+        insort(self.parked, choice, key=lambda c: c.age)
+
+    def close(self, choice: Choice) -> None:
+        """Take a choice out of every list; an open sequence is released with the next plan."""
+        if choice.seq_id:
+            self.running.remove(choice)
+            self.closing.append(choice.seq_id)
+            choice.seq_id = choice.computed = 0
+        elif choice in self.parked:
+            self.parked.remove(choice)
+
+    def check_integrity(self) -> None:
+        """Each choice in one list, ages ascending, counts within bounds. Run after each step in tests."""
+        assert len(self.running) <= self.max_running
+        for choices in (self.running, self.parked):
+            ages = [choice.age for choice in choices]
+            assert ages == sorted(set(ages)), ages
+            assert all(choice.finish is None for choice in choices)
+        assert not {id(c) for c in self.running} & {id(c) for c in self.parked}
+        assert all(c.seq_id == 0 and c.computed == 0 for c in self.parked)
+        for choice in self.running:
+            assert choice.seq_id
+            assert 1 <= choice.uncomputed <= len(choice.tokens), (choice.computed, len(choice.tokens))
+            assert choice.num_output < choice.params.max_tokens
+        open_ids = [choice.seq_id for choice in self.running] + self.closing
+        assert len(set(open_ids)) == len(open_ids), open_ids
