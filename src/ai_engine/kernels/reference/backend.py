@@ -63,7 +63,7 @@ class _Step:
         type, rows = buffer.type, self.rows(buffer.type)
         assert values.shape == (rows, type.cols), (buffer, values.shape)
         if type.kind == "act":
-            raw = ActLayout(type.cols).quantize(values).reshape(-1)
+            raw = ActLayout(type.cols).quantize(values)
             self.resources.activations[buffer.offset : buffer.offset + raw.size] = raw
         else:
             self._view(buffer)[:] = values
