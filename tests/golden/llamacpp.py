@@ -1,8 +1,8 @@
 """llama.cpp as an oracle: its C API, called with ctypes through the library inside the `xllamacpp` wheel.
 
-Owns the struct layouts of that one pinned wheel and three operations: tokenise, logits at every position, greedy continuation.
-Only make_golden.py uses it; the tests read what it wrote. The struct fields follow llama.h of that build; `defaults_look_right`
-fails loudly when another build's differ.
+Owns the struct layouts of that one pinned wheel and three operations: tokenise, logits at every position, greedy
+continuation. Only make_golden.py uses it; the tests read what it wrote. The struct fields follow llama.h of that
+build; `defaults_look_right` fails loudly when another build's differ.
 """
 
 from __future__ import annotations
@@ -140,11 +140,12 @@ def _library() -> Any:
 
 
 def defaults_look_right(model: ModelParams, context: ContextParams) -> bool:
-    """Whether both default structs read as this build's documented defaults: f16 K and V, flash attention 'auto', 512 per ubatch."""
+    """Whether both default structs read as they should: f16 K and V, flash attention 'auto', 512 per ubatch."""
     return (
         (context.n_ctx, context.n_batch, context.n_ubatch, context.n_seq_max) == (512, 2048, 512, 1)
         and (context.type_k, context.type_v, context.flash_attn_type) == (1, 1, -1)
-        and (context.yarn_beta_fast, context.defrag_thold, context.offload_kqv, context.embeddings) == (-1, -1, True, False)
+        and (context.yarn_beta_fast, context.defrag_thold, context.offload_kqv, context.embeddings)
+        == (-1, -1, True, False)
         and (model.n_gpu_layers, model.split_mode, model.use_extra_bufts, model.vocab_only) == (-1, 1, True, False)
     )
 
@@ -190,7 +191,7 @@ class LlamaCpp:
         return list(buffer[:count])
 
     def decode(self, ids: list[int], start: int, all_logits: bool) -> NDArray[np.float32]:
-        """Appends ids at positions `start`...; float32 logits [len(ids), vocab], or [1, vocab] of the last position only."""
+        """Appends ids at positions `start`...; float32 logits [len(ids), vocab], or [1, vocab] of the last position."""
         assert len(ids) <= self.capacity
         b = self.batch
         b.n_tokens = len(ids)
@@ -217,7 +218,7 @@ class LlamaCpp:
         return self.decode(ids, 0, all_logits=True)
 
     def greedy(self, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-        """The next ids up to `count` or an end-of-generation id (included), and each one's lead in logits over the runner-up."""
+        """The next ids up to `count` or an end-of-generation id (included), and the lead in logits of each."""
         self.clear()
         row = self.decode(ids, 0, all_logits=False)[0]
         out: list[int] = []

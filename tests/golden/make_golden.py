@@ -1,16 +1,21 @@
 """Makes the goldens of the two real models and of the tokenisers: run by `make golden`, which installs what it needs.
 
-Owns what is in smollm2.{json,npz}, gemma3-270m.{json,npz} and tokens.json. Needs numpy, xllamacpp and gguf and both model files.
+Owns what is in smollm2.{json,npz}, gemma3-270m.{json,npz} and tokens.json. Needs numpy, xllamacpp and gguf, and both
+model files.
 
-    python -m tests.golden.make_golden smollm2=PATH gemma3-270m=PATH [--only tokens|numbers]
+    python -m tests.golden.make_golden [smollm2=PATH] [gemma3-270m=PATH] [--only tiny|tokens|numbers]
 
-<model>.json  sha256 of the file, what made the golden and with which settings, the summary, each document's token ids, and
-              greedy continuations
+Without paths the model files are found as the tests find them. `tiny` runs make_tiny.py, which needs torch and
+transformers.
+
+<model>.json  sha256 of the file, what made the golden and with which settings, the summary, each document's token
+              ids, and greedy continuations
 <model>.npz   one entry per position, documents one after another in the order of the json:
               kl float32                  KL(float64 reference || llama.cpp), nats, temperature 1
               reference_top1 int32        the reference's most likely id
               llamacpp_top1_agrees bool   whether llama.cpp's most likely id is the same
-tokens.json   strings and their ids by llama.cpp for both models, special tokens read as such and as plain text, without a BOS
+tokens.json   strings and their ids by llama.cpp for both models, special tokens read as such and as plain text,
+              without a BOS
 """
 
 from __future__ import annotations
@@ -157,7 +162,7 @@ def make_numbers(name: str, path: Path, threads: int) -> None:
         reference_top1=np.concatenate(best),
         llamacpp_top1_agrees=all_agrees,
     )
-    print(f"{name}: {result['num_tokens']} tokens, {result['llamacpp']}, no FA {result['llamacpp_without_flash_attention']}")
+    print(f"{name}: {all_kl.size} tokens, {result['llamacpp']}, no FA {result['llamacpp_without_flash_attention']}")
 
 
 def _one_line_lists(text: str) -> str:
@@ -193,8 +198,8 @@ def make_tokens(paths: dict[str, Path]) -> None:
         made[name] = hashlib.sha256(path.read_bytes()).hexdigest()
         llama.close()
     head = {
-        "what": "ids by llama.cpp (llama_tokenize, add_special false: no BOS). <model>: special tokens in the text are read as "
-        "such (parse_special true); <model>_plain: as plain text (false), present only where it differs",
+        "what": "ids by llama.cpp (llama_tokenize, add_special false: no BOS). <model>: special tokens in the text are "
+        "read as such (parse_special true); <model>_plain: as plain text (false), present only where it differs",
         "made_by": f"xllamacpp {WHEEL}",
         "sha256": made,
     }
@@ -206,13 +211,27 @@ def make_tokens(paths: dict[str, Path]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Remake the goldens of the real models.")
-    parser.add_argument("models", nargs="+", metavar="NAME=PATH", help=f"one of {', '.join(PROMPTS)}")
-    parser.add_argument("--only", choices=["tokens", "numbers"])
+    parser = argparse.ArgumentParser(description="Remake the committed goldens.")
+    parser.add_argument(
+        "models", nargs="*", metavar="NAME=PATH", help=f"one of {', '.join(PROMPTS)}; default: both, as installed"
+    )
+    parser.add_argument("--only", choices=["tiny", "tokens", "numbers"])
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    if args.only in (None, "tiny"):
+        from tests.golden import make_tiny  # torch and transformers, which the other goldens do without
+
+        make_tiny.make_all()
+    if args.only == "tiny":
+        return
     paths = {name: Path(path) for name, _, path in (m.partition("=") for m in args.models)}
-    if args.only != "numbers" and set(paths) == set(PROMPTS):
+    if not paths:
+        from tests.golden.engine import model_path
+
+        paths = {name: model_path(name) for name in PROMPTS}
+    if args.only != "numbers":
+        if set(paths) != set(PROMPTS):
+            parser.error("tokens.json needs both models")
         make_tokens({name: paths[name] for name in PROMPTS})
     if args.only != "tokens":
         for name, path in paths.items():

@@ -1,8 +1,8 @@
 """Makes `tiny/`: tiny random-weight models of every architecture, each with transformers' float32 logits.
 
-Owns the list of tiny models, their weights, tokenizers and goldens. Needs torch, transformers, tokenizers and safetensors; the
-tests only read what it wrote. Weights are seeded and rounded to the stored type first, so the golden is of exactly the stored weights.
-Run as `python -m tests.golden.make_tiny [name ...]`.
+Owns the list of tiny models, their weights, tokenizers and goldens. Needs torch, transformers, tokenizers and
+safetensors; the tests only read what it wrote. Weights are seeded and rounded to the stored type first, so the golden
+is of exactly the stored weights. Run as `python -m tests.golden.make_tiny [name ...]`.
 
 Each folder holds config.json, model.safetensors (or two shards and their index), tokenizer.json, tokenizer_config.json,
 generation_config.json and golden.npz with `input_ids` int32 [n] and `logits` float32 [n, vocab].
@@ -30,11 +30,13 @@ OUT = HERE / "tiny"
 NUM_TOKENS = 80
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
@@ -192,7 +194,8 @@ MODELS: dict[str, Tiny] = {
     "qwen3-untied": Tiny(
         base("qwen3", rms_norm_eps=1e-6, rope_theta=1000000.0, bos_token_id=298, eos_token_id=300), tokenizer="qwen2"
     ),
-    # Gemma 3 as published with transformers 4: sliding_window_pattern and rope_local_base_freq. A query scale that is not 1/sqrt(head_dim).
+    # Gemma 3 as published with transformers 4: sliding_window_pattern and rope_local_base_freq. The query scale is not
+    # 1/sqrt(head_dim).
     "gemma3-bf16": Tiny(
         base(
             "gemma3_text",
@@ -235,8 +238,9 @@ def train_text() -> list[str]:
 
 
 def make_tokenizer(family: str, vocab_size: int) -> tuple[Tokenizer, dict[str, Any]]:
-    """A byte-level BPE tokenizer of exactly `vocab_size` ids in the manner of the family, and its tokenizer_config.json."""
+    """A byte-level BPE tokenizer of exactly `vocab_size` ids in the family's manner, and its tokenizer_config.json."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pre: pre_tokenizers.PreTokenizer
     if family == "smollm":
         pre = pre_tokenizers.Sequence(
             [
@@ -261,7 +265,9 @@ def make_tokenizer(family: str, vocab_size: int) -> tuple[Tokenizer, dict[str, A
         bos, eos, unk = "<bos>", "<eos>", None
     else:
         raise ValueError(family)
-    tokenizer = Tokenizer(models.BPE(unk_token=None, fuse_unk=False, byte_fallback=False, ignore_merges=family == "llama-bpe"))
+    tokenizer = Tokenizer(
+        models.BPE(unk_token=None, fuse_unk=False, byte_fallback=False, ignore_merges=family == "llama-bpe")
+    )
     tokenizer.pre_tokenizer = pre
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -284,13 +290,15 @@ def make_tokenizer(family: str, vocab_size: int) -> tuple[Tokenizer, dict[str, A
     template = CHATML
     if family == "llama-bpe":
         template = (
-            "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
+            "{{ bos_token }}{% for message in messages %}"
+            "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
             "+ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
         )
     elif family == "gemma":
         template = (
-            "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' "
+            "{{ bos_token }}{% for message in messages %}"
+            "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' "
             "else message['role']) + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
         )
@@ -323,8 +331,9 @@ def make_tokenizer(family: str, vocab_size: int) -> tuple[Tokenizer, dict[str, A
 def fill_weights(model: torch.nn.Module, config: dict[str, Any], seed: int) -> None:
     """Seeded weights at which each part of the model matters, and which forgive a cache in float16.
 
-    Scores spread by 1 and attention adds 0.3 (Gemma: 0.1) to a residual stream of 1: K and V in float16 then move no logit by more
-    than half of the 1e-3 that the engine is allowed, while a wrong rope base or window moves some by dozens of times that.
+    Scores spread by 1 and attention adds 0.3 (Gemma: 0.1) to a residual stream of 1: K and V in float16 then move no
+    logit by more than half of the 1e-3 that the engine is allowed, while a wrong rope base or window moves some by
+    dozens of times that.
     """
     generator = torch.Generator().manual_seed(seed)
     gemma = config["model_type"] == "gemma3_text"
@@ -420,12 +429,12 @@ def make(name: str, tiny: Tiny) -> None:
     print(f"{name:28} {size / 1e3:6.0f} kB  logits std {float(logits.std()):.3f}  max {float(logits.abs().max()):.2f}")
 
 
-def main() -> None:
+def make_all(names: list[str] | None = None) -> None:
+    """Makes the named tiny models, or all."""
     torch.set_num_threads(1)
-    wanted = sys.argv[1:] or list(MODELS)
-    for name in wanted:
+    for name in names or list(MODELS):
         make(name, MODELS[name])
 
 
 if __name__ == "__main__":
-    main()
+    make_all(sys.argv[1:])

@@ -1,11 +1,12 @@
 """The float64 forward pass that the engine and llama.cpp are both measured against.
 
-Owns the arithmetic of llama, mistral, qwen2, qwen3 and gemma3 written out plainly in NumPy, and the comparison of two rows of
-logits. It takes a `Config` and a mapping from GGUF tensor names to float arrays with rows = outputs, and knows nothing of files,
-kernels or caches. Only the output head is worked in pieces, as Gemma's has 262,144 rows.
+Owns the arithmetic of llama, mistral, qwen2, qwen3 and gemma3 written out plainly in NumPy, and the comparison of two
+rows of logits. It takes a `Config` and a mapping from GGUF tensor names to float arrays with rows = outputs, and
+knows nothing of files, kernels or caches. Only the output head is worked in pieces, as Gemma's has 262,144 rows.
 
-Conventions are GGUF's: a norm's weight multiplies as stored (Gemma's 1 + w is already folded in), and llama's q and k rows are
-permuted so that rope turns neighbouring pairs (2i, 2i+1); the other architectures turn the halves (i, i + d/2).
+Conventions are GGUF's: a norm's weight multiplies as stored (Gemma's 1 + w is already folded in), and llama's q and k
+rows are permuted so that rope turns neighbouring pairs (2i, 2i+1); the other architectures turn the halves (i, i +
+d/2).
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ def config_from_gguf(metadata: Mapping[str, Any]) -> Config:
             raise KeyError(f"{arch}.{key}")
         return value
 
-    num_layers, hidden, num_heads = int(get("block_count")), int(get("embedding_length")), int(get("attention.head_count"))
+    num_layers, hidden, num_heads = (
+        int(get("block_count")),
+        int(get("embedding_length")),
+        int(get("attention.head_count")),
+    )
     window = int(get("attention.sliding_window", 0)) or None
     local: tuple[bool, ...] = ()
     if arch == "gemma3":  # five layers with a window, then one without
@@ -236,4 +241,5 @@ def kl_divergence(reference: NDArray[Any], other: NDArray[Any]) -> F64:
 
 def top1(logits: NDArray[Any]) -> NDArray[np.int32]:
     """The most likely id of each row; the lowest one where several are equal."""
-    return np.argmax(logits, axis=-1).astype(np.int32)
+    out: NDArray[np.int32] = np.argmax(logits, axis=-1).astype(np.int32)
+    return out

@@ -1,9 +1,10 @@
 """GGUF files without the gguf package: ggml's block formats, a small reader and writer, and tiny models as GGUF.
 
-Owns the NumPy quantisers and dequantisers of the tests (`quantize`, `dequantize`), `read_gguf`, `write_gguf`, the conversion of a
-Hugging Face folder to GGUF tensors (`tensors_from_hf`, `metadata_from_hf`, `write_tiny`) and random models of any shape
-(`write_random`). The quantisers round to the nearest and do not search; the dequantisers follow ggml's reference code operation by
-operation in float32 (make_golden.py checks them against the gguf package bit by bit). It imports nothing of the engine.
+Owns the NumPy quantisers and dequantisers of the tests (`quantize`, `dequantize`), `read_gguf`, `write_gguf`, the
+conversion of a Hugging Face folder to GGUF tensors (`tensors_from_hf`, `metadata_from_hf`, `write_tiny`) and random
+models of any shape (`write_random`). The quantisers round to the nearest and do not search; the dequantisers follow
+ggml's reference code operation by operation in float32 (make_golden.py checks them against the gguf package bit by
+bit). It imports nothing of the engine.
 
     write_tiny("llama3-rope", tmp_path / "m.gguf", "Q8_0")       # one of tiny/, tokenizer and chat template included
     write_random(tmp_path / "m.gguf", "Q4_K", architecture="qwen3", hidden=256, ffn=512)
@@ -31,9 +32,10 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
 ALIGNMENT = 32
+_LOW = np.uint8(15)
 
 
-# --- block formats ---------------------------------------------------------------------------------------------------------
+# --- block formats --------------------------------------------------------------------------------
 
 
 def _f16(x: F32) -> F32:
@@ -97,7 +99,7 @@ def _signed_extreme(x: F32) -> F32:
 
 
 def _q4_0(x: F32) -> U8:
-    d = _signed_extreme(x) / -8
+    d: F32 = _signed_extreme(x) / np.float32(-8)
     q = np.clip(np.floor(x * _inverse(d) + 8.5), 0, 15).astype(np.uint8)
     return np.concatenate([_bytes(d.astype("<f2")), _nibbles(q)], axis=1)
 
@@ -127,9 +129,9 @@ def _with_fifth_bits(low: U8, word: U8) -> U8:
 
 
 def _q5_0(x: F32) -> U8:
-    d = _signed_extreme(x) / -16
+    d: F32 = _signed_extreme(x) / np.float32(-16)
     q = np.clip(np.floor(x * _inverse(d) + 16.5), 0, 31).astype(np.uint8)
-    return np.concatenate([_bytes(d.astype("<f2")), _fifth_bits(q), _nibbles(q & 15)], axis=1)
+    return np.concatenate([_bytes(d.astype("<f2")), _fifth_bits(q), _nibbles(q & _LOW)], axis=1)
 
 
 def _d5_0(raw: U8) -> F32:
@@ -140,7 +142,9 @@ def _q5_1(x: F32) -> U8:
     low = x.min(axis=1, keepdims=True)
     d = (x.max(axis=1, keepdims=True) - low) / 31
     q = np.clip(np.floor((x - low) * _inverse(d) + 0.5), 0, 31).astype(np.uint8)
-    return np.concatenate([_bytes(d.astype("<f2")), _bytes(low.astype("<f2")), _fifth_bits(q), _nibbles(q & 15)], axis=1)
+    return np.concatenate(
+        [_bytes(d.astype("<f2")), _bytes(low.astype("<f2")), _fifth_bits(q), _nibbles(q & _LOW)], axis=1
+    )
 
 
 def _d5_1(raw: U8) -> F32:
@@ -221,22 +225,23 @@ def _q5_k(x: F32) -> U8:
     for sub in range(8):  # bit `sub` of byte j is bit 4 of value j of that sub-block
         high |= (q[:, sub] >> 4) << sub
     return np.concatenate(
-        [_bytes(d.astype("<f2")), _bytes(dmin.astype("<f2")), _pack_scales(scales, lows), high, _k_nibbles(q & 15)], axis=1
+        [_bytes(d.astype("<f2")), _bytes(dmin.astype("<f2")), _pack_scales(scales, lows), high, _k_nibbles(q & _LOW)],
+        axis=1,
     )
 
 
 def _d5_k(raw: U8) -> F32:
     q = _k_unnibbles(raw[:, 48:])
-    high = np.stack([(raw[:, 16:48] >> sub) & 1 for sub in range(8)], axis=1)
-    return _k_affine_values(raw, q | (high << 4))
+    high: U8 = np.stack([(raw[:, 16:48] >> sub) & 1 for sub in range(8)], axis=1).astype(np.uint8)
+    return _k_affine_values(raw, q | (high << np.uint8(4)))
 
 
 def _q6_k(x: F32) -> U8:
     sub = x.reshape(-1, 16, 16)
     at = np.abs(sub).argmax(axis=2)[:, :, None]
-    step = np.take_along_axis(sub, at, axis=2)[:, :, 0] / -32
-    biggest = np.take_along_axis(step, np.abs(step).argmax(axis=1)[:, None], axis=1)
-    d = _f16(biggest / -128)
+    step: F32 = np.take_along_axis(sub, at, axis=2)[:, :, 0] / np.float32(-32)
+    biggest: F32 = np.take_along_axis(step, np.abs(step).argmax(axis=1)[:, None], axis=1)
+    d = _f16(biggest / np.float32(-128))
     scales = np.clip(np.rint(step * _inverse(d)), -128, 127).astype(np.int8)
     each = (d * scales)[:, :, None].astype(np.float32)
     q = (np.clip(np.rint(sub * _inverse(each)), -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
@@ -260,7 +265,7 @@ def _d6_k(raw: U8) -> F32:
 
 @dataclass(frozen=True)
 class BlockType:
-    """One ggml type: its number in files, the values and bytes of a block, and both directions over [blocks, values]."""
+    """One ggml type: its number in files, the values and bytes of a block, both directions over [blocks, values]."""
 
     number: int
     block: int
@@ -302,7 +307,7 @@ def dequantize(raw: NDArray[Any], type_name: str) -> F32:
     return kind.dequantize(raw.reshape(-1, kind.block_bytes)).reshape(raw.shape[0], -1)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -393,7 +398,7 @@ def _pack_string(text: str) -> bytes:
 
 
 def _pack_value(value: Any) -> bytes:
-    """A value with its type's number in front: bool, int (u32, else i64), float (f32), str, or a list of one of these."""
+    """A value with its type's number in front: bool, int (u32, else i64), float (f32), str, or a list of one kind."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, int):
@@ -427,7 +432,7 @@ def write_gguf(path: Path | str, metadata: Mapping[str, Any], tensors: Mapping[s
     Path(path).write_bytes(bytes(head + body))
 
 
-# --- models ----------------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def read_safetensors(folder: Path) -> dict[str, F32]:
@@ -479,8 +484,8 @@ def _local_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
 def llama3_divisors(scaling: Mapping[str, Any], base: float, head_dim: int) -> F32:
     """What each rope frequency is divided by under Llama 3's scaling: GGUF's rope_freqs.weight.
 
-    Wavelengths shorter than original/high_freq_factor stay, longer than original/low_freq_factor are divided by factor, and
-    between them 1/divisor goes linearly with original/wavelength.
+    Wavelengths shorter than original/high_freq_factor stay, longer than original/low_freq_factor are divided by
+    factor, and between them 1/divisor goes linearly with original/wavelength.
     """
     factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(scaling["original_max_position_embeddings"])
@@ -647,8 +652,8 @@ def with_types(tensors: Mapping[str, NDArray[Any]], types: TypeRule) -> dict[str
 def write_tiny(name: str, path: Path | str, types: TypeRule = "F32") -> None:
     """Writes tiny/<name> as a GGUF file with its tokenizer and chat template.
 
-    K-quants need columns that are multiples of 256, which tiny models lack: use `write_random` for them. GGUF has no key for
-    Gemma's layer_types, so gemma3-layer-types (which is not 5 + 1) is refused.
+    K-quants need columns that are multiples of 256, which tiny models lack: use `write_random` for them. GGUF has no
+    key for Gemma's layer_types, so gemma3-layer-types (which is not 5 + 1) is refused.
     """
     folder = TINY / name
     hf = read_config(folder)
@@ -663,8 +668,8 @@ def write_tiny(name: str, path: Path | str, types: TypeRule = "F32") -> None:
 def random_hf(architecture: str, seed: int = 0, **sizes: Any) -> tuple[dict[str, Any], dict[str, F32]]:
     """A config.json and a state dict with seeded weights; `sizes` overrides any key of config.json.
 
-    `architecture` is a model_type: llama, mistral, qwen2, qwen3 or gemma3_text. Short names hidden, ffn, layers, heads, kv_heads
-    and vocab are understood too.
+    `architecture` is a model_type: llama, mistral, qwen2, qwen3 or gemma3_text. Short names hidden, ffn, layers,
+    heads, kv_heads and vocab are understood too.
     """
     short = {
         "hidden": "hidden_size",
@@ -737,7 +742,9 @@ def random_hf(architecture: str, seed: int = 0, **sizes: Any) -> tuple[dict[str,
     return hf, state
 
 
-def write_random(path: Path | str, types: TypeRule = "F32", architecture: str = "llama", seed: int = 0, **sizes: Any) -> None:
+def write_random(
+    path: Path | str, types: TypeRule = "F32", architecture: str = "llama", seed: int = 0, **sizes: Any
+) -> None:
     """Writes a random model as GGUF, with the tokenizer of a tiny model whose 301 ids must fit in its vocabulary."""
     hf, state = random_hf(architecture, seed, **sizes)
     folder = TINY / {"qwen2": "qwen3-untied", "qwen3": "qwen3-untied", "gemma3_text": "gemma3-bf16"}.get(
