@@ -9,12 +9,10 @@ Source: the GGUF specification, github.com/ggml-org/ggml/blob/master/docs/gguf.m
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
 import re
-import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +22,8 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ai_engine.data.shapes import SUPPORTED_ARCHS, check_config, check_tensors
+from ai_engine.data.mapped import MappedFile
+from ai_engine.data.shapes import EOG_TEXTS, SUPPORTED_ARCHS, check_config, check_tensors, pattern_of_flags
 from ai_engine.ports.errors import ModelFileError, UnsupportedModel
 from ai_engine.ports.model import BLOCK, DType, ModelConfig, RopeScaling, TensorInfo, TokenizerData
 
@@ -55,15 +54,6 @@ _OTHER_TYPES: Final = {
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 _SPLIT_NAME: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-
-EOG_TEXTS: Final = frozenset(
-    {
-        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-        "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
-        "<｜end▁of▁sentence｜>",
-    }
-)  # fmt: skip
-"""Tokens that end a generation whatever the metadata says; llama.cpp keeps the same list."""
 
 
 class _Cursor:
@@ -162,11 +152,11 @@ class _Part:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.map, self.fd = _map(path)
+        self.file = MappedFile(path, min_bytes=24)
         try:
-            self._parse(_Cursor(path, self.map))
+            self._parse(_Cursor(path, self.file.map))
         except BaseException:
-            self.close()
+            self.file.close()
             raise
 
     def _parse(self, cur: _Cursor) -> None:
@@ -217,34 +207,6 @@ class _Part:
                 cur.fail(f"tensor {info.name!r} is bytes {start} to {end}, but the file has {cur.size}", at)
             free_from, previous = offset + info.nbytes, info.name
             self.tensors[info.name], self.offsets[info.name] = info, start
-
-    def close(self) -> None:
-        """Unmap; views that callers still hold keep the mapping alive until they go."""
-        with contextlib.suppress(BufferError):
-            self.map.close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-def _map(path: Path) -> tuple[mmap.mmap, int]:
-    """Map a regular file privately and read-only; the descriptor stays open to watch its size."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise ModelFileError(
-            f"{path}: cannot be opened: {error.strerror}; check the path and its permissions"
-        ) from error
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise ModelFileError(f"{path}: not a regular file; give the path of a .gguf file or of a model directory")
-        if info.st_size < 24:
-            raise ModelFileError(f"{path}: byte {info.st_size}: file ends inside its header; fetch it again")
-        return mmap.mmap(fd, info.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), fd
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def _tensor(cur: _Cursor, index: int) -> tuple[TensorInfo, int]:
@@ -297,7 +259,7 @@ def _open_parts(path: Path) -> list[_Part]:
         return parts
     except BaseException:
         for part in parts:
-            part.close()
+            part.file.close()
         raise
 
 
@@ -341,7 +303,7 @@ class GgufFile:
 
     @property
     def nbytes(self) -> int:
-        return sum(len(part.map) for part in self._parts)
+        return sum(part.file.size for part in self._parts)
 
     def tokenizer(self) -> TokenizerData:
         """Raises ModelFileError when the file has none or its lists disagree, UnsupportedModel for another kind."""
@@ -353,21 +315,16 @@ class GgufFile:
         row_nbytes = info.nbytes // rows
         row_end = rows if row_end is None else row_end
         assert 0 <= row_start <= row_end <= rows, (name, row_start, row_end, rows)
-        if os.fstat(part.fd).st_size < len(part.map):  # touching a page past the end would kill the process
-            raise ModelFileError(f"{part.path}: was shortened while in use; restore it and start again")
-        view = np.frombuffer(
-            part.map, np.uint8, (row_end - row_start) * row_nbytes, part.offsets[name] + row_start * row_nbytes
-        )
+        view = part.file.view(part.offsets[name] + row_start * row_nbytes, (row_end - row_start) * row_nbytes)
         return view.reshape(row_end - row_start, row_nbytes)
 
     def drop(self, name: str) -> None:
         part, info = self._where[name]
-        start = part.offsets[name] // mmap.PAGESIZE * mmap.PAGESIZE
-        part.map.madvise(mmap.MADV_DONTNEED, start, part.offsets[name] + info.nbytes - start)
+        part.file.drop(part.offsets[name], info.nbytes)
 
     def close(self) -> None:
         for part in self._parts:
-            part.close()
+            part.file.close()
 
 
 class _Metadata:
@@ -527,12 +484,3 @@ class _Metadata:
         if not isinstance(value, int) or not 0 <= value < vocab_size:
             raise ModelFileError(f"{self.path}: {key!r} is {value!r}, expected a token id below {vocab_size}")
         return int(value)
-
-
-def pattern_of_flags(slides: list[bool], num_layers: int, where: str) -> int:
-    """The window pattern that equals one flag per layer; UnsupportedModel when none does. An all-global model has
-    no pattern: the caller drops its window before."""
-    for pattern in range(1, num_layers + 2):
-        if slides == [pattern == 1 or (layer + 1) % pattern != 0 for layer in range(num_layers)]:
-            return pattern
-    raise UnsupportedModel(f"{where}: this order of sliding and global layers is not supported")

@@ -1,6 +1,7 @@
 """Which tensors each architecture needs, under GGUF's canonical names, and the check of a file against them.
 
-Owns the list of supported architectures. Does not read files (gguf.py, safetensors.py) and does not compute (runtime).
+Owns the list of supported architectures and what the readers of both formats must agree on. Does not read files
+(gguf.py, safetensors.py) and does not compute (runtime).
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ SUPPORTED_ARCHS: Final = ("llama", "gemma3", "qwen2", "qwen3")
 NORM_DTYPES: Final = (DType.F32, DType.F16, DType.BF16)
 MAX_LAYERS: Final = 1024
 MAX_DIM: Final = 1 << 24
+
+EOG_TEXTS: Final = frozenset(
+    {
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+        "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+        "<｜end▁of▁sentence｜>",
+    }
+)  # fmt: skip
+"""Tokens that end a generation whatever the metadata says; llama.cpp keeps the same list."""
 
 
 def required_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -125,3 +135,12 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], where:
             raise UnsupportedModel(
                 f"{where}: vector {name!r} is stored as {info.dtype.value}; expected F32, F16 or BF16"
             )
+
+
+def pattern_of_flags(slides: list[bool], num_layers: int, where: str) -> int:
+    """The window pattern that equals one flag per layer; UnsupportedModel when none does. An all-global model has
+    no pattern: the caller drops its window before."""
+    for pattern in range(1, num_layers + 2):
+        if slides == [pattern == 1 or (layer + 1) % pattern != 0 for layer in range(num_layers)]:
+            return pattern
+    raise UnsupportedModel(f"{where}: this order of sliding and global layers is not supported")

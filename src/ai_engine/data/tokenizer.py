@@ -265,7 +265,7 @@ class ModelTokenizer:
         specials: dict[str, int] = {}
         for token, added in full.get_added_tokens_decoder().items():
             self._types[token] = CONTROL if added.special else USER_DEFINED
-            if added.special:
+            if added.special and (not data.tokens or token < len(data.tokens)):  # else the model has no row for it
                 specials[added.content] = token
         self._all = self._control = SpecialTokens(specials)
         self._user, self._plain = SpecialTokens({}), full

@@ -1,0 +1,78 @@
+"""ModelText: one model's tokeniser and template as the TextService that the doors use.
+
+Owns the thread that encodes, so that a long text never holds up the event loop. Does not own encoding itself
+(tokenizer.py, chat.py) nor what a choice's tokens become (output.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ai_engine.data.chat import encode_chat
+from ai_engine.data.output import OutputPath
+from ai_engine.data.template import JinjaTemplate
+from ai_engine.data.tokenizer import ModelTokenizer
+from ai_engine.ports.model import TokenizerData
+from ai_engine.ports.text import Encoded
+
+
+class ModelText:
+    """Implements ports.text.TextService. ``cache_dir`` keeps what is slow to derive from the vocabulary."""
+
+    def __init__(self, data: TokenizerData, *, cache_dir: Path | None = None) -> None:
+        self.tokenizer = ModelTokenizer(data, cache_dir)
+        self.template = JinjaTemplate.from_tokenizer(data)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.tokenizer.eos_ids
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Encoded:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread,
+            lambda: encode_chat(
+                self.template,
+                self.tokenizer,
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            ),
+        )
+
+    async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: self.tokenizer.encode(text, add_special=add_special)
+        )
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.tokenizer.piece(token, skip_special=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self.tokenizer.piece, tokens)).decode("utf-8", "replace")
+
+    def open_output(
+        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+    ) -> OutputPath:
+        return OutputPath(self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
