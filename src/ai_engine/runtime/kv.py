@@ -46,14 +46,14 @@ class _Node(PageStats):
 class _Seq:
     """One open sequence: its pages in order, the first of which are nodes, and how many tokens are computed."""
 
-    __slots__ = ("handle", "namespace", "nodes", "num_tokens", "pages", "reserve", "slot")
+    __slots__ = ("handle", "namespace", "nodes", "num_tokens", "pages", "reserve_end", "reserve_first", "slot")
 
     def __init__(self, handle: int, slot: int, namespace: str) -> None:
         self.handle, self.slot, self.namespace = handle, slot, namespace
         self.pages: list[int] = []
         self.nodes: list[_Node] = []
         self.num_tokens = 0
-        self.reserve: list[int] = []  # free pages set aside, descending; others may take them from the front
+        self.reserve_first = self.reserve_end = 0  # free pages set aside; others in need take them from the end
 
 
 class PagePool:
@@ -148,6 +148,8 @@ class PagePool:
         """Take the pages that ``num_tokens`` more tokens need. EngineError, and nothing taken, when there are too
         few."""
         seq = self._get(handle)
+        if num_tokens == 0:
+            return
         pages, copy = seq.pages, self._must_copy(seq)
         missing = -(-(seq.num_tokens + num_tokens) // self.page_tokens) - len(pages)
         if missing <= 0 and not copy:
@@ -293,21 +295,24 @@ class PagePool:
         self._tick += 1
         for page in reversed(seq.pages):
             self._drop(page)
-        if seq.reserve:
-            self._buddy.put_run(seq.reserve[-1], len(seq.reserve))
-            self._num_reserved -= len(seq.reserve)
+        count = seq.reserve_end - seq.reserve_first
+        if count:
+            self._buddy.put_run(seq.reserve_first, count)
+            self._num_reserved -= count
             del self._reserving[seq.handle]
-        seq.pages, seq.nodes, seq.reserve, seq.num_tokens = [], [], [], 0
+        seq.pages, seq.nodes, seq.num_tokens, seq.reserve_first, seq.reserve_end = [], [], 0, 0, 0
 
     def _take(self, seq: _Seq) -> int:
         """A free page: from the sequence's own run, any free run, another's run; else the page given up first."""
         page: int | None
-        if seq.reserve:
-            page = self._unreserve(seq, -1)
+        if seq.reserve_first < seq.reserve_end:
+            page = seq.reserve_first
+            seq.reserve_first += 1
+            self._unreserved(seq)
         else:
             page = self._buddy.take()
             if page is None:
-                page = self._unreserve(next(iter(self._reserving.values())), 0) if self._reserving else self._evict()
+                page = self._take_reserved() if self._reserving else self._evict()
         self._refs[page] = 1
         self._num_held += 1
         return page
@@ -322,16 +327,21 @@ class PagePool:
             return
         count = min(num_pages, 1 << order)
         self._buddy.put_run(first + count, (1 << order) - count)
-        seq.reserve = list(range(first + count - 1, first - 1, -1))
+        seq.reserve_first, seq.reserve_end = first, first + count
         self._num_reserved += count
         self._reserving[seq.handle] = seq
 
-    def _unreserve(self, seq: _Seq, at: int) -> int:
-        page = seq.reserve.pop(at)
+    def _take_reserved(self) -> int:
+        """The last page that was set aside for some sequence."""
+        seq = next(iter(self._reserving.values()))
+        seq.reserve_end -= 1
+        self._unreserved(seq)
+        return seq.reserve_end
+
+    def _unreserved(self, seq: _Seq) -> None:
         self._num_reserved -= 1
-        if not seq.reserve:
+        if seq.reserve_first == seq.reserve_end:
             del self._reserving[seq.handle]
-        return page
 
     def _offer(self, node: _Node) -> None:
         """Make a cached node without children a candidate for eviction."""
@@ -375,10 +385,10 @@ class PagePool:
             assert not self.share_prefixes or len(seq.nodes) == seq.num_tokens // self.page_tokens
             assert seq.num_tokens <= len(seq.pages) * self.page_tokens
             assert self.table[seq.slot, : len(seq.pages)].tolist() == seq.pages
-            assert (seq.handle in self._reserving) == bool(seq.reserve)
+            assert (seq.handle in self._reserving) == (seq.reserve_first < seq.reserve_end)
         assert owners == self._refs, "reference counts differ from owners"
         free = self._buddy.pages()
-        reserved = [page for seq in seqs for page in seq.reserve]
+        reserved = [page for seq in seqs for page in range(seq.reserve_first, seq.reserve_end)]
         held = [page for page, count in enumerate(owners) if count]
         cached = [node.page for node in self._index.values() if owners[node.page] == 0]
         assert sorted([*free, *reserved, *held, *cached]) == list(range(self.num_pages)), "a page has not one state"
