@@ -356,6 +356,11 @@ class Value:
             return self[start]
         return self.shuffle(range(start, start + lanes))
 
+    def slice_step(self, start: int, step: int) -> Value:
+        """Lanes start, start + step, ...; a scalar when one is left."""
+        lanes = range(start, self.lanes, step)
+        return self.shuffle(lanes) if len(lanes) > 1 else self[start]
+
     def concat(self, other: Value) -> Value:
         return self.shuffle(range(2 * self.lanes), other)
 
