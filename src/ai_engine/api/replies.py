@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from ai_engine.api.generation import Piece, Prompt, Usage
-from ai_engine.api.openai_types import Ask, ServedModel
+from ai_engine.api.openai_types import DEFAULT_COMPLETION_TOKENS, Ask, ServedModel
 from ai_engine.ports.errors import AiEngineError
+from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import TokenLogprob
 from ai_engine.ports.text import TextService, TokenEntry
 
@@ -80,12 +81,13 @@ def usage_reply(usage: Usage) -> dict[str, Any]:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What every chunk or body of one answer repeats."""
+    """What every chunk or body of one answer repeats. ``effective`` are the values in force for its first prompt."""
 
     id: str
     created: int
     ask: Ask
     model: ServedModel
+    effective: SamplingParams
 
     def extras(self, warnings: Sequence[str]) -> dict[str, Any]:
         """Our own fields beside OpenAI's: only there when there is something to say."""
@@ -93,9 +95,7 @@ class Answer(msgspec.Struct, frozen=True):
         if warnings:
             extra["warnings"] = list(warnings)
         if self.ask.show_sampling:
-            sampling = msgspec.to_builtins(self.ask.sampling)
-            sampling["logit_bias"] = {str(token): bias for token, bias in self.ask.sampling.logit_bias.items()}
-            extra["sampling_params"] = sampling
+            extra["sampling_params"] = self.effective
         return extra
 
 
@@ -103,7 +103,7 @@ def cut_by_default(ask: Ask, finish: str | None) -> list[str]:
     """The warning about a text completion that our default of 16 tokens ended."""
     if finish != "length" or ask.max_tokens is not None or ask.messages is not None:
         return []
-    return ["max_tokens: not given, so the default cut the text. Fix: set max_tokens."]
+    return [f"max_tokens: not given, so the default of {DEFAULT_COMPLETION_TOKENS} cut the text. Fix: set max_tokens."]
 
 
 def whole_answer(

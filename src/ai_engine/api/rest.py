@@ -85,7 +85,7 @@ async def _answer(door: Door, exchange: Exchange, ask: Ask, prefix: str) -> None
     ask = _with_seed(door, ask)
     prompts = await _prompts(door, exchange, ask, answer_id)
     generation = Generation(ask, prompts, door.serving, door.text)
-    answer = Answer(answer_id, created, ask, door.model)
+    answer = Answer(answer_id, created, ask, door.model, prompts[0].request.params)
     try:
         await generation.start()
         if ask.stream:

@@ -1,4 +1,4 @@
-"""Hostile JSON is an InvalidJson that says where, never anything else; good JSON reads as the standard reader reads it."""
+"""Hostile JSON is an InvalidJson that says where, and nothing else; good JSON reads as the standard reader reads it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,85 @@
+"""Whole event streams, byte for byte, against golden files. Owns the scripts; the order's reasons are in stream.py.
+
+The files were held against OpenAI's shapes by eye. AI_ENGINE_REWRITE_GOLDEN=1 rewrites them: read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ai_engine.ports.serving import GenerateRequest
+from ai_engine.testing import ScriptedServing, answer, failing
+from tests.unit.api.doors import client, saying
+
+GOLDEN = Path(__file__).parent / "golden"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+def two_choices(request: GenerateRequest) -> list[Any]:
+    """The second choice speaks first, and they take turns."""
+    first, second = answer(request, b"one.", index=0), answer(request, b"two!", index=1)
+    return [chunk for pair in zip(second, first, strict=True) for chunk in pair]
+
+
+def eos(request: GenerateRequest) -> list[Any]:
+    return answer(request, (*b"Hel", *b"lo", 257), stop_token=257, tokens_per_chunk=3)
+
+
+CASES: dict[str, tuple[ScriptedServing, str, dict[str, Any]]] = {
+    "chat-usage": (ScriptedServing(eos), CHAT, {**HI, **USAGE}),
+    "chat-plain": (saying("Hello", tokens_per_chunk=3), CHAT, HI),
+    "chat-emoji": (saying("a\U0001f600b"), CHAT, HI),
+    "chat-emoji-cut": (saying("a\U0001f600b"), CHAT, {**HI, "max_tokens": 3, "logprobs": True}),
+    "chat-failure": (ScriptedServing(lambda r: failing(r, b"He")), CHAT, {**HI, **USAGE}),
+    "chat-n2": (ScriptedServing(two_choices), CHAT, {**HI, **USAGE, "n": 2}),
+    "chat-stop": (saying("Hello world"), CHAT, {**HI, **USAGE, "stop": ["lo w", "zzz"]}),
+    "chat-warnings": (saying("Hi"), CHAT, {**HI, "user": "me", "colour": "red", "return_sampling_params": True}),
+    "chat-continuous-usage": (
+        saying("Hi"),
+        CHAT,
+        {**HI, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "text-usage": (ScriptedServing(eos), TEXT, {"prompt": "Hi", "max_tokens": 9, **USAGE}),
+    "text-default-cut": (saying("Hello to the whole world"), TEXT, {"prompt": "Hi"}),
+    "text-echo-logprobs": (saying("ok"), TEXT, {"prompt": "Hi", "echo": True, "logprobs": 1, "max_tokens": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_stream_equals_golden(name: str) -> None:
+    serving, path, fields = CASES[name]
+    reply = await client(serving)("POST", path, {"model": "m", "seed": 7, "stream": True, **fields})
+    assert reply.status == 200
+    file = GOLDEN / f"{name}.sse"
+    if os.environ.get("AI_ENGINE_REWRITE_GOLDEN"):
+        file.write_bytes(reply.body)
+    assert reply.body.decode() == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "failure" not in name])
+async def test_the_stream_says_what_the_whole_answer_says(name: str) -> None:
+    serving, path, fields = CASES[name]
+    fields = {"model": "m", "seed": 7, **fields}
+    streamed = await client(serving)("POST", path, {**fields, "stream": True, **USAGE})
+    whole = (await client(serving)("POST", path, {k: v for k, v in fields.items() if k != "stream_options"})).json()
+    events = streamed.events()
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        assert streamed.text(choice["index"]) == (choice["message"]["content"] if path == CHAT else choice["text"])
+        parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert [p["finish_reason"] for p in parts if p["finish_reason"]] == [choice["finish_reason"]]
+        assert _joined_logprobs(parts) == choice["logprobs"]
+
+
+def _joined_logprobs(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    found = [part["logprobs"] for part in parts if part["logprobs"]]
+    if not found:
+        return None
+    return {key: sum((f[key] for f in found), []) if found[0][key] is not None else None for key in found[0]}
