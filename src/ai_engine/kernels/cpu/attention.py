@@ -1,14 +1,21 @@
 """The KV page layout and the attention kernel.
 
-Owns where a key and a value lie in a page, and causal softmax attention over pages. Does not own who has which page (the
-runtime's), nor the rotation and storing of k and v (elementwise's ``rope_store``, which asks this file for addresses).
+Owns where a key and a value lie in a page, and causal softmax attention over pages. Does not own who has which page
+(the runtime's), nor the rotation and storing of k and v (elementwise's ``rope_store``, which asks this file for
+addresses).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ai_engine.kernels.cpu.formats import GROUP, ActLayout
+from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Target, Value, kernel
 from ai_engine.ports.kernels import KvShape
 
 ELEMENT_BYTES = 2  # f16
@@ -43,7 +50,7 @@ class KvLayout:
 
     @property
     def head_bytes(self) -> int:
-        return self.head_block_bytes(self.page_tokens, self.head_dim)
+        return int(self.head_block_bytes(self.page_tokens, self.head_dim))
 
     @property
     def layer_bytes(self) -> int:
@@ -68,3 +75,463 @@ class KvLayout:
         """Offset in the head block of dim 0 of the key of ``token``; dims are ``lanes * ELEMENT_BYTES`` apart."""
         group = token // lanes
         return (page_tokens + group * lanes) * head_dim * ELEMENT_BYTES + (token % lanes) * ELEMENT_BYTES
+
+
+def kv_lanes(target: Target) -> int:
+    """Positions in one key register: KvLayout's ``lanes`` for a target."""
+    return max(8, target.lanes)
+
+
+# --- the kernel ------------------------------------------------------------------------------------------------------
+#
+# The query rows of a sequence and the heads that share a kv head form *pairs* j = row * group + head_in_group, which
+# all read the same keys. A tile is up to ``tile_pairs`` of them. Positions are cut into absolute chunks of CHUNK. For
+# each chunk a tile gets its scores (K read once), an exact softmax within the chunk, and the weighted values (V read
+# once): a partial (m, l, o) = (largest score, sum of exp(s - m), sum of exp(s - m) v). Partials are folded in the
+# order of chunks:
+#
+#     m' = max(m, mc)    o' = o exp(m - m') + oc exp(mc - m')    l' likewise    output = o / l
+#
+# The fold starts from (LOWEST, 0, 0). A chunk in which a row sees nothing gives (LOWEST, 0, 0), which changes no bit,
+# so it does not matter whom a row shares its tile with. Scores sum over dims, values over positions, one at a time in
+# ascending order; so a row's output depends on nothing but its query and its keys.
+#
+# A sequence with few rows and several chunks is *split*: any thread may take one chunk of it, stores the partial in the
+# workspace, and the fold follows after a barrier. Whether a sequence is split changes no bit either.
+
+CHUNK = 256
+BLOCK = 32  # positions whose keys and values surely lie in one page
+LOWEST = -1e30
+PARTIAL_HEADER = 16  # floats before a partial's o: m, l, unused
+MAX_PARTIAL_BYTES = 32 << 20
+MAX_HEAD_DIM = 512
+SEQ_WORDS = 4  # of the table of sequences in scratch: first item, tiles, pieces, first partial's offset (-1: not split)
+MAX_SEQS = 8192
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Register tiles of a target: ``rows`` of pairs that a micro-kernel does at once, most first; position registers
+    per step of the score loop and dim registers per step of the value loop for each."""
+
+    lanes: int
+    rows: tuple[int, ...]
+    score_registers: dict[int, int]
+    value_registers: dict[int, int]
+
+    @property
+    def tile_pairs(self) -> int:
+        return 2 * self.rows[0]
+
+
+def tiling(target: Target) -> Tiling:
+    if target.name == "avx512":
+        return Tiling(16, (8, 4, 3, 2, 1), {8: 2, 4: 2, 3: 2, 2: 2, 1: 2}, {8: 2, 4: 4, 3: 4, 2: 4, 1: 4})
+    if target.name == "avx2":
+        return Tiling(8, (6, 4, 3, 2, 1), {6: 2, 4: 2, 3: 4, 2: 4, 1: 4}, {6: 2, 4: 2, 3: 4, 2: 4, 1: 8})
+    return Tiling(8, (4, 3, 2, 1), {4: 2, 3: 2, 2: 4, 1: 4}, {4: 2, 3: 2, 2: 4, 1: 4})
+
+
+def workspace_bytes(
+    target: Target, *, max_tokens: int, max_seqs: int, max_context: int, heads: int, kv_heads: int, head_dim: int
+) -> int:
+    """Workspace of one attention call: rows of f32 for an "act" output, then partials of split sequences."""
+    return _rows_bytes(max_tokens, heads, head_dim) + partial_bytes(
+        target, max_tokens=max_tokens, max_seqs=max_seqs, max_context=max_context,
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+    )  # fmt: skip
+
+
+def partial_bytes(
+    target: Target, *, max_tokens: int, max_seqs: int, max_context: int, heads: int, kv_heads: int, head_dim: int
+) -> int:
+    """Bytes for partials. A sequence that finds no room is not split, which is slower and no different."""
+    assert head_dim <= MAX_HEAD_DIM, head_dim
+    assert max_seqs <= MAX_SEQS, max_seqs
+    t = tiling(target)
+    pairs = min(max_tokens * (heads // kv_heads), max_seqs * t.tile_pairs)
+    chunks = -(-max_context // CHUNK) + 1
+    return min(MAX_PARTIAL_BYTES, kv_heads * pairs * chunks * _partial_stride(t, head_dim))
+
+
+def _rows_bytes(max_tokens: int, heads: int, head_dim: int) -> int:
+    return -(-4 * max_tokens * heads * head_dim // 64) * 64
+
+
+def _partial_stride(t: Tiling, head_dim: int) -> int:
+    return 4 * (PARTIAL_HEADER + -(-head_dim // t.lanes) * t.lanes)
+
+
+def attention_args(
+    target: Target,
+    layout: KvLayout,
+    *,
+    qkv: int,
+    out: int,
+    out_is_act: bool,
+    kv: int,
+    workspace: int,
+    layer: int,
+    heads: int,
+    scale: float,
+    window: int,
+    max_tokens: int,
+    max_seqs: int,
+    max_context: int,
+    qkv_stride: int = 0,
+    out_stride: int = 0,
+) -> tuple[str, npt.NDArray[np.uint64]]:
+    """The kernel's name and argument block. Strides are bytes; 0: dense rows of f32."""
+    head_dim, kv_heads = layout.head_dim, layout.kv_heads
+    sizes = {"max_tokens": max_tokens, "max_seqs": max_seqs, "max_context": max_context}
+    partials = partial_bytes(target, **sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    cols = heads * head_dim
+    assert not out_is_act or cols % GROUP == 0, cols
+    kernel = attention_act if out_is_act else attention_f32
+    return kernel.name, kernel.args.pack(
+        qkv=qkv,
+        qkv_stride=qkv_stride or 4 * (heads + 2 * kv_heads) * head_dim,
+        out=out,
+        rows=workspace if out_is_act else out,
+        rows_stride=4 * cols if out_is_act else out_stride or 4 * cols,
+        partials=workspace + _rows_bytes(max_tokens, heads, head_dim),
+        partial_bytes=partials,
+        kv=kv + layer * layout.layer_bytes,
+        page_bytes=layout.page_bytes,
+        head_bytes=layout.head_bytes,
+        page_tokens=layout.page_tokens,
+        head_dim=head_dim,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        scale=scale,
+        window=window,
+    )
+
+
+_FIELDS = {
+    "qkv": "ptr",
+    "qkv_stride": "i64",
+    "out": "ptr",  # act records, or the same as rows
+    "rows": "ptr",  # f32[T, heads * head_dim]: the output, or what is quantised into it
+    "rows_stride": "i64",
+    "partials": "ptr",
+    "partial_bytes": "i64",
+    "kv": "ptr",  # this layer's part of page 0
+    "page_bytes": "i64",
+    "head_bytes": "i64",
+    "page_tokens": "i64",
+    "head_dim": "i64",
+    "kv_heads": "i64",
+    "group": "i64",
+    "scale": "f32",
+    "window": "i64",
+}
+
+
+def _emit_scores(rows: int) -> Callable[..., None]:
+    """scores[m][p] = sum_d q[m][d] k[d][p] for ``rows`` pairs and the BLOCK positions at ``keys``."""
+
+    def emit(k: Kernel, keys: Value, q: Value, q_stride: Value, scores: Value, head_dim: Value) -> None:
+        t = tiling(k.target)
+        lanes, registers = t.lanes, t.score_registers[rows]
+        group_bytes = head_dim * (lanes * ELEMENT_BYTES)
+        q_rows = [q + q_stride * m for m in range(rows)]
+        for first in range(0, BLOCK // lanes, registers):
+            groups = [keys + group_bytes * (first + v) for v in range(registers)]
+            sums = [[k.var(k.f32(0, lanes)) for _ in range(registers)] for _ in range(rows)]
+            with k.loop(0, head_dim, 4) as d:
+                for u in range(4):
+                    dim = d + u
+                    key = [k.load(g + dim * (lanes * ELEMENT_BYTES), "f16", lanes).to_f32() for g in groups]
+                    for m in range(rows):
+                        query = k.splat(k.load(q_rows[m] + dim * 4, "f32"), lanes)
+                        for v in range(registers):
+                            sums[m][v].v = k.fma(query, key[v], sums[m][v].v)
+            for m in range(rows):
+                for v in range(registers):
+                    k.store(scores + 4 * (m * CHUNK + (first + v) * lanes), sums[m][v].v)
+
+    return emit
+
+
+def _emit_values(rows: int) -> Callable[..., None]:
+    """o[m][d] = sum over positions first <= p < last of the chunk, ascending, of weights[m][p] v[p][d]. ``blocks``: the
+    address of the V rows of each BLOCK positions."""
+
+    def emit(
+        k: Kernel, blocks: Value, weights: Value, o: Value, o_stride: Value, first: Value, last: Value, head_dim: Value
+    ) -> None:
+        t = tiling(k.target)
+        lanes = t.lanes
+        row_bytes = head_dim * ELEMENT_BYTES
+        o_rows = [o + o_stride * m for m in range(rows)]
+
+        def columns(start: Value, stop: Value, registers: int) -> None:
+            with k.loop(start, stop, registers * lanes) as column:
+                sums = [[k.var(k.f32(0, lanes)) for _ in range(registers)] for _ in range(rows)]
+                with k.loop(first // BLOCK, (last + (BLOCK - 1)) // BLOCK) as block:
+                    begin = block * BLOCK
+                    v_rows = k.load(blocks + block * 8, "ptr") + (column * ELEMENT_BYTES - begin * row_bytes)
+                    with k.loop(k.max(first, begin), k.min(last, begin + BLOCK)) as p:
+                        here = v_rows + p * row_bytes
+                        weight = [k.splat(k.load(weights + (p * 4 + 4 * CHUNK * m), "f32"), lanes) for m in range(rows)]
+                        for v in range(registers):
+                            value = k.load(here + v * lanes * ELEMENT_BYTES, "f16", lanes).to_f32()
+                            for m in range(rows):
+                                sums[m][v].v = k.fma(weight[m], value, sums[m][v].v)
+                for m in range(rows):
+                    for v in range(registers):
+                        k.store(o_rows[m] + (column + v * lanes) * 4, sums[m][v].v)
+
+        width = t.value_registers[rows] * lanes
+        whole = head_dim - head_dim % width
+        columns(k.i64(0), whole, t.value_registers[rows])
+        if t.value_registers[rows] > 1:
+            columns(whole, head_dim, 1)  # the last register may reach past head_dim: K follows V, and o is padded
+
+    return emit
+
+
+def _emit_softmax(k: Kernel, scores: Value, first: Value, last: Value, low: Value, high: Value, partial: Value) -> None:
+    """scores[p] = exp(scores[p] - m) for low <= p < high, 0 elsewhere in the whole registers of first..last;
+    partial[0], partial[1] = m, sum."""
+    lanes = tiling(k.target).lanes
+    start = first - first % lanes
+    s = k.array(scores, "f32")
+    best = k.var(k.f32(LOWEST, lanes))
+    low32, high32 = k.splat(low.trunc("i32"), lanes), k.splat(high.trunc("i32"), lanes)
+    with k.loop(start, last, lanes) as i:
+        p = k.iota("i32", lanes) + i.trunc("i32")
+        visible = k.select((p >= low32) & (p < high32), s.load(i, lanes), float("-inf"))
+        s[i] = visible
+        best.v = k.max(visible, best.v)
+    m = k.reduce_max(best.v)
+    total = k.var(k.f32(0, lanes))
+    with k.loop(start, last, lanes) as i:
+        weight = k.exp(s.load(i, lanes) - m)
+        s[i] = weight
+        total.v = total.v + weight
+    out = k.array(partial, "f32")
+    out[0], out[1] = m, k.reduce_add(total.v)
+
+
+def _emit_fold(k: Kernel, state: Value, partial: Value, head_dim: Value) -> None:
+    """state = state merged with partial; both {m, l, unused, o[head_dim]}."""
+    lanes = tiling(k.target).lanes
+    s, c = k.array(state, "f32"), k.array(partial, "f32")
+    m = k.max(s[0], c[0])
+    old, new = k.exp(s[0] - m), k.exp(c[0] - m)
+    s[0], s[1] = m, k.fma(s[1], old, c[1] * new)
+    with k.loop(PARTIAL_HEADER, head_dim + PARTIAL_HEADER, lanes) as i:
+        s[i] = k.fma(s.load(i, lanes), old, c.load(i, lanes) * new)
+
+
+def _emit_start(k: Kernel, state: Value, head_dim: Value) -> None:
+    lanes = tiling(k.target).lanes
+    s = k.array(state, "f32")
+    s[0], s[1] = LOWEST, 0.0
+    with k.loop(PARTIAL_HEADER, head_dim + PARTIAL_HEADER, lanes) as i:
+        s[i] = k.f32(0, lanes)
+
+
+def _emit_finish(k: Kernel, state: Value, out: Value, head_dim: Value) -> None:
+    """out[d] = o[d] / l."""
+    s, y = k.array(state, "f32"), k.array(out, "f32")
+    inverse = 1.0 / s[1]
+    with k.loop(0, head_dim, 8) as d:
+        y[d] = s.load(d + PARTIAL_HEADER, 8) * inverse
+
+
+def _emit_quantize(k: Kernel, x: Value, record: Value, groups: Value) -> None:
+    """A row of f32 into a row of act records: `ActLayout.quantize`."""
+    values = k.array(x, "f32")
+    with k.loop(0, groups) as g:
+        parts = [values.load(g * 32 + i * 8, 8) for i in range(4)]
+        amax = k.reduce_max(k.max(k.max(k.abs(parts[0]), k.abs(parts[1])), k.max(k.abs(parts[2]), k.abs(parts[3]))))
+        alive = amax >= 1e-30
+        inverse, scale = (k.select(alive, x, 0.0) for x in (127.0 / amax, amax / 127.0))
+        q = [k.round_i32(part * inverse) for part in parts]
+        to = record + g * (ActLayout.TILE * ActLayout.RECORD)
+        for i in range(4):
+            k.store(to + (ActLayout.Q + 8 * i), q[i].trunc("i8"))
+        halves = [k.reduce_add(q[0] + q[1]), k.reduce_add(q[2] + q[3])]
+        total = halves[0] + halves[1]
+        k.store(to + ActLayout.SCALE, scale)
+        k.store(to + ActLayout.DSUM, scale * total.to_f32())
+        k.store(to + ActLayout.OFFSET, total * -128)
+        for i in range(2):
+            k.store(to + (ActLayout.SUM16 + 2 * i), halves[i].trunc("i16"))
+            k.store(to + (ActLayout.OFFSET16 + 4 * i), halves[i] * -32)
+
+
+def _in_variants(k: Kernel, t: Tiling, pairs: Value, call: Callable[[int, Value], None]) -> None:
+    """``call(rows, m)`` for register tiles that cover pairs 0..pairs-1."""
+    done = k.var(k.i64(0))
+    for rows in t.rows:
+        with k.forever() as leave_if:
+            leave_if(done.v + rows > pairs)
+            call(rows, done.v)
+            done.v = done.v + rows
+
+
+def _emit_attention(k: Kernel, to_act: bool) -> None:
+    a, h, t = k.arg, k.header, tiling(k.target)
+    lanes, tile_pairs = t.lanes, t.tile_pairs
+    hd, group, kv_heads, window = a.head_dim, a.group, a.kv_heads, a.window
+    positions, seq_start, context_len = (k.array(p, "i32") for p in (h.positions, h.seq_start, h.context_len))
+    num_seqs = h.S
+    padded = (hd + (lanes - 1)) // lanes * lanes
+    partial_stride = (padded + PARTIAL_HEADER) * 4
+
+    # Scratch: the table of sequences, the tile's queries, scores, partials, states; addresses of V blocks.
+    table = k.array(k.scratch, "i64")
+    q_rows = k.scratch + 8 * SEQ_WORDS * (MAX_SEQS + 1)
+    scores = q_rows + 4 * tile_pairs * MAX_HEAD_DIM
+    partials = scores + 4 * tile_pairs * CHUNK
+    states = partials + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
+    v_blocks = states + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
+
+    def first_seen(position: Value) -> Value:
+        """The first position that a row at ``position`` sees."""
+        return k.select(window.eq(0), 0, k.max(position - window + 1, 0))
+
+    # Every thread makes the same table of work items: tiles x pieces x kv heads of each sequence.
+    items, room = k.var(k.i64(0)), k.var(k.i64(0))
+    with k.loop(0, num_seqs) as s:
+        start, end = seq_start[s].sext("i64"), seq_start[s + 1].sext("i64")
+        rows, length = end - start, context_len[s].sext("i64")
+        tiles = (rows * group + (tile_pairs - 1)) // tile_pairs
+        chunks = (length + (CHUNK - 1)) // CHUNK - first_seen(length - rows) // CHUNK
+        need = chunks * kv_heads * rows * group * partial_stride
+        split = tiles.eq(1) & (chunks > 1) & (room.v + need <= a.partial_bytes)
+        entry = table.shift(s * SEQ_WORDS)
+        entry[0], entry[1] = items.v, tiles
+        entry[2], entry[3] = k.select(split, chunks, 1), k.select(split, room.v, -1)
+        items.v = items.v + tiles * kv_heads * k.select(split, chunks, 1)
+        room.v = room.v + k.select(split, need, 0)
+    table[num_seqs * SEQ_WORDS] = items.v
+
+    current = k.var(k.i64(0))
+    with k.work_items(items.v) as item:
+        with k.forever() as leave_if:
+            leave_if(item < table[(current.v + 1) * SEQ_WORDS])
+            current.v = current.v + 1
+        s = current.v
+        entry = table.shift(s * SEQ_WORDS)
+        tiles, pieces, offset = entry[1], entry[2], entry[3]
+        index = item - entry[0]
+        piece, rest = index % pieces, index // pieces
+        g, tile = rest % kv_heads, tiles - 1 - rest // kv_heads  # the deepest tiles first
+        start = seq_start[s].sext("i64")
+        all_pairs = (seq_start[s + 1].sext("i64") - start) * group
+        first_pair = tile * tile_pairs
+        pairs = k.min(all_pairs - first_pair, tile_pairs)
+        first_position = positions[start].sext("i64")
+
+        # Queries of the tile, scaled.
+        with k.loop(0, pairs) as m:
+            j = first_pair + m
+            source = k.array(a.qkv + (start + j // group) * a.qkv_stride, "f32").shift((g * group + j % group) * hd)
+            target = k.array(q_rows + m * padded * 4, "f32")
+            with k.loop(0, hd, 8) as d:
+                target[d] = source.load(d, 8) * a.scale
+            k.call("attention_start", _emit_start, states + m * partial_stride, hd)
+
+        tile_low = first_seen(first_position + first_pair // group)
+        tile_high = first_position + (first_pair + pairs - 1) // group + 1
+        first_chunk = tile_low // CHUNK
+        is_split = offset >= 0
+        from_chunk = k.select(is_split, first_chunk + piece, first_chunk)
+        to_chunk = k.select(is_split, first_chunk + piece + 1, (tile_high + (CHUNK - 1)) // CHUNK)
+        pages = k.array(h.page_table, "i32").shift(s * h.page_stride)
+        head = a.kv + g * a.head_bytes
+        with k.loop(from_chunk, to_chunk) as chunk:
+            base = chunk * CHUNK
+            first, last = k.max(tile_low - base, 0), k.min(tile_high - base, CHUNK)
+            # Scores, a block of positions at a time.
+            with k.loop(first // BLOCK, (last + (BLOCK - 1)) // BLOCK) as block:
+                position = base + block * BLOCK
+                page = pages[position // a.page_tokens].sext("i64")
+                at = position % a.page_tokens
+                head_block = head + page * a.page_bytes
+                k.store(v_blocks + block * 8, head_block + KvLayout.v_offset(at, hd))
+                keys = head_block + KvLayout.k_offset(at, hd, a.page_tokens, lanes)
+
+                def score(rows: int, m: Value, keys: Value = keys, block: Value = block) -> None:
+                    to = scores + (m * CHUNK + block * BLOCK) * 4
+                    k.call(
+                        f"attention_scores{rows}", _emit_scores(rows), keys, q_rows + m * padded * 4, padded * 4, to, hd
+                    )
+
+                _in_variants(k, t, pairs, score)
+            # Softmax within the chunk.
+            with k.loop(0, pairs) as m:
+                row_position = first_position + (first_pair + m) // group
+                low = k.max(first_seen(row_position) - base, 0)
+                high = k.min(row_position + 1 - base, CHUNK)
+                row_scores = scores + m * (4 * CHUNK)
+                k.call(
+                    "attention_softmax",
+                    _emit_softmax,
+                    row_scores,
+                    first,
+                    last,
+                    low,
+                    high,
+                    partials + m * partial_stride,
+                )
+
+            # Values.
+            def value(rows: int, m: Value, first: Value = first, last: Value = last) -> None:
+                o = partials + m * partial_stride + 4 * PARTIAL_HEADER
+                weights = scores + m * (4 * CHUNK)
+                k.call(
+                    f"attention_values{rows}", _emit_values(rows), v_blocks, weights, o, partial_stride, first, last, hd
+                )
+
+            _in_variants(k, t, pairs, value)
+            with k.if_else(is_split) as (store, fold):
+                with store:
+                    to = a.partials + offset + (piece * kv_heads + g) * all_pairs * partial_stride
+                    k.copy(to, partials, pairs * partial_stride)
+                with fold, k.loop(0, pairs) as m:
+                    k.call("attention_fold", _emit_fold, states + m * partial_stride, partials + m * partial_stride, hd)
+        with k.if_(~is_split), k.loop(0, pairs) as m:
+            j = first_pair + m
+            out = a.rows + (start + j // group) * a.rows_stride + (g * group + j % group) * hd * 4
+            k.call("attention_finish", _emit_finish, states + m * partial_stride, out, hd)
+
+    # Fold the partials of split sequences, and quantise.
+    k.barrier()
+    row_seq = k.array(h.row_seq, "i32")
+    with k.work_items(h.T, counter=1) as row:
+        s = row_seq[row].sext("i64")
+        entry = table.shift(s * SEQ_WORDS)
+        pieces, offset = entry[2], entry[3]
+        out = a.rows + row * a.rows_stride
+        with k.if_(offset >= 0):
+            start = seq_start[s].sext("i64")
+            all_pairs = (seq_start[s + 1].sext("i64") - start) * group
+            with k.loop(0, group * kv_heads) as head_index:
+                j = (row - start) * group + head_index % group
+                k.call("attention_start", _emit_start, states, hd)
+                with k.loop(0, pieces) as piece:
+                    part = ((piece * kv_heads + head_index // group) * all_pairs + j) * partial_stride
+                    k.call("attention_fold", _emit_fold, states, a.partials + offset + part, hd)
+                k.call("attention_finish", _emit_finish, states, out + head_index * hd * 4, hd)
+        if to_act:
+            groups = (group * kv_heads * hd).lshr(5)
+            k.call("attention_quantize", _emit_quantize, out, a.out + ActLayout.row_offset(row, groups), groups)
+
+
+@kernel(**_FIELDS)
+def attention_f32(k: Kernel) -> None:
+    _emit_attention(k, to_act=False)
+
+
+@kernel(**_FIELDS)
+def attention_act(k: Kernel) -> None:
+    _emit_attention(k, to_act=True)
+
+
+KERNELS: Sequence[KernelDef] = (attention_f32, attention_act)

@@ -1,0 +1,148 @@
+"""Attention against the reference at odd shapes, and equal bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ai_engine.hardware.team import NativeTeam
+from ai_engine.kernels.cpu import build
+from ai_engine.kernels.cpu.attention import KERNELS, KvLayout, attention_args, kv_lanes, workspace_bytes
+from ai_engine.kernels.cpu.executor import Harness
+from ai_engine.kernels.cpu.formats import ActLayout
+from ai_engine.kernels.cpu.lang import AVX2, AVX512, Target
+from ai_engine.kernels.reference import ops
+from ai_engine.ports.kernels import KvShape
+from tests.conformance.programs import aligned
+
+RUNNABLE = [t for t in (AVX2, AVX512) if t.lanes <= build.host_target().lanes]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass
+class Bench:
+    """Sequences with keys and values for every position, in shuffled pages, and kernels to read them with."""
+
+    target: Target
+    threads: int
+    harness: Harness
+
+    def setup(
+        self, heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int], page_tokens: int = 32, seed: int = 0
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.heads, self.kv_heads, self.head_dim, self.lengths = heads, kv_heads, head_dim, lengths
+        self.layer, self.page_tokens = 1, page_tokens
+        shape = KvShape(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens)
+        self.layout = KvLayout.of(shape, kv_lanes(self.target))
+        self.pages_per_seq = -(-max(lengths) // page_tokens) + 1
+        pages = rng.permutation(len(lengths) * self.pages_per_seq).astype(np.int32)
+        self.page_table = pages.reshape(len(lengths), -1)
+        self.kv = aligned(pages.size * self.layout.page_bytes, fill=0xFF)  # NaN wherever nothing is stored
+        self.q, self.k, self.v = [], [], []
+        for s, length in enumerate(lengths):
+            self.q.append(rng.standard_normal((length, heads, head_dim)).astype(np.float32) * np.float32(1.5))
+            self.k.append(rng.standard_normal((length, kv_heads, head_dim)).astype(np.float16))
+            self.v.append(rng.standard_normal((length, kv_heads, head_dim)).astype(np.float16))
+            self._store(s)
+
+    def _store(self, s: int) -> None:
+        lay, half = self.layout, self.kv.view(np.float16)
+        for p in range(self.lengths[s]):
+            page, at = self.page_table[s, p // self.page_tokens], p % self.page_tokens
+            for g in range(self.kv_heads):
+                base = int(page) * lay.page_bytes + self.layer * lay.layer_bytes + g * lay.head_bytes
+                v = (base + lay.v_offset(at, self.head_dim)) // 2
+                k = (base + lay.k_offset(at, self.head_dim, self.page_tokens, lay.lanes)) // 2
+                half[v : v + self.head_dim] = self.v[s][p, g]
+                half[k : k + self.head_dim * lay.lanes : lay.lanes] = self.k[s][p, g]
+
+    def run(self, spans: Sequence[tuple[int, int, int]], window: int = 0, act: bool = False) -> F32:
+        """Rows of ``spans`` (sequence, first position, end), in that order: f32[T, heads * head_dim]."""
+        heads, hd = self.heads, self.head_dim
+        rows = [(i, s, p) for i, (s, first, end) in enumerate(spans) for p in range(first, end)]
+        t = len(rows)
+        qkv = aligned(4 * t * (heads + 2 * self.kv_heads) * hd).view(np.float32).reshape(t, -1)
+        for r, (_, s, p) in enumerate(rows):
+            qkv[r, : heads * hd] = self.q[s][p].reshape(-1)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "positions": np.array([p for _, _, p in rows], np.int32),
+            "row_seq": np.array([i for i, _, _ in rows], np.int32),
+            "seq_start": np.cumsum([0] + [end - first for _, first, end in spans]).astype(np.int32),
+            "context_len": np.array([end for _, _, end in spans], np.int32),
+            "page_table": np.ascontiguousarray(self.page_table[[s for s, _, _ in spans]]),
+        }
+        sizes = {"max_tokens": max(t, 1), "max_seqs": len(spans), "max_context": max(self.lengths)}
+        work = aligned(workspace_bytes(self.target, **sizes, heads=heads, kv_heads=self.kv_heads, head_dim=hd), 0xFF)
+        layout = ActLayout(heads * hd) if act else None
+        out = aligned(layout.nbytes(t) if layout else 4 * t * heads * hd)
+        name, block = attention_args(
+            self.target,
+            self.layout,
+            qkv=qkv.ctypes.data,
+            out=out.ctypes.data,
+            out_is_act=act,
+            kv=self.kv.ctypes.data,
+            workspace=work.ctypes.data,
+            layer=self.layer,
+            heads=heads,
+            scale=hd**-0.5,
+            window=window,
+            **sizes,
+        )
+        definition = self.harness.definitions[name]
+        values = {
+            n: int(w) if definition.args.types[n] != "f32" else float(np.array([w]).view(np.float32)[0])
+            for n, w in zip(definition.args.types, block, strict=True)
+        }
+        header = {n: a.ctypes.data for n, a in arrays.items()}
+        header |= {"T": t, "S": len(spans), "R": 0, "page_stride": arrays["page_table"].shape[1]}
+        self.harness.run(name, header, **values)
+        return layout.dequantize(out, t) if layout else out.view(np.float32).reshape(t, -1)
+
+    def expected(self, spans: Sequence[tuple[int, int, int]], window: int = 0) -> F32:
+        out = []
+        for s, first, end in spans:
+            k, v = self.k[s][:end].astype(np.float32), self.v[s][:end].astype(np.float32)
+            positions = np.arange(first, end, dtype=np.int32)
+            out.append(ops.attention(self.q[s][first:end], k, v, positions, self.head_dim**-0.5, window))
+        return np.concatenate(out)
+
+
+@pytest.fixture(
+    scope="module", params=[(t, n) for t in RUNNABLE for n in (1, 2, 3)], ids=lambda p: f"{p[0].name}-{p[1]}"
+)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    target, threads = request.param
+    team = NativeTeam(threads) if threads > 1 else None
+    harness = Harness(KERNELS, target, team)
+    yield Bench(target, threads, harness)
+    harness.close()
+    if team:
+        team.close()
+
+
+SHAPES = [(9, 3, 64), (4, 1, 256), (4, 2, 16), (2, 2, 40), (14, 2, 80), (8, 1, 32), (5, 5, 24)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_matches_the_reference(bench: Bench, heads: int, kv_heads: int, head_dim: int) -> None:
+    lengths = [1, 31, 32, 33, 300, 70, 257, 64]
+    bench.setup(heads, kv_heads, head_dim, lengths)
+    batches = [
+        [(0, 0, 1)],
+        [(4, 299, 300)],
+        [(4, 0, 300)],
+        [(s, n - 1, n) for s, n in enumerate(lengths)],  # decode rows only
+        [(4, 256, 300), (1, 30, 31), (5, 57, 70), (6, 254, 257), (2, 0, 32), (3, 28, 33), (7, 57, 64)],  # mixed
+    ]
+    for spans in batches:
+        np.testing.assert_allclose(bench.run(spans), bench.expected(spans), atol=2e-5, rtol=1e-4)
+    for window in (1, 5, 33, 256):
+        spans = batches[-1]
+        np.testing.assert_allclose(bench.run(spans, window), bench.expected(spans, window), atol=2e-5, rtol=1e-4)
