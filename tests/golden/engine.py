@@ -14,28 +14,31 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ai_engine.data.gguf import GgufFile
+from ai_engine.data.models import open_model, resolve
 from ai_engine.data.tokenizer import ModelTokenizer
+from ai_engine.ports.errors import DownloadError
 
 MODEL_VARIABLES = {"smollm2": "AI_ENGINE_TEST_SMOLLM2", "gemma3-270m": "AI_ENGINE_TEST_GEMMA3_270M"}
-"""Environment variables that name a real model's file; without one the engine's own resolver is asked."""
+"""Environment variables that name a real model's file."""
 
 
 def model_path(name: str) -> Path:
-    """The file of a real model. Where there is none the test is skipped, but fails under CI=true."""
+    """The file of a real model: as the environment names it, else the engine's own copy.
+
+    Under CI=true it is fetched, and a missing one fails the test; elsewhere nothing is downloaded and the test is
+    skipped.
+    """
+    ci = os.environ.get("CI") == "true"
     named = os.environ.get(MODEL_VARIABLES[name])
-    found = Path(named) if named else _resolve(name)
-    if found is not None and found.exists():
-        return found
-    message = f"{name} is not on this machine: set {MODEL_VARIABLES[name]} to its file"
-    if os.environ.get("CI") == "true":
-        pytest.fail(message)
-    pytest.skip(message)
-
-
-def _resolve(name: str) -> Path | None:
-    """Where the engine keeps this model, or None when it does not know or have it. Never downloads."""
-    return None
+    if named:
+        return Path(named)
+    try:
+        return resolve(name, offline=not ci)
+    except DownloadError as error:
+        message = f"{name} is not on this machine: set {MODEL_VARIABLES[name]} to its file ({error})"
+        if ci:
+            pytest.fail(message)
+        pytest.skip(message)
 
 
 def teacher_forced_logits(
@@ -56,7 +59,7 @@ def tokenize(model_path: Path, text: str, parse_special: bool) -> list[int]:
 
 @lru_cache(maxsize=2)  # a SentencePiece vocabulary takes seconds to prepare
 def _tokenizer(path: Path) -> ModelTokenizer:
-    file = GgufFile(path)
+    file = open_model(path)
     try:
         return ModelTokenizer(file.tokenizer())
     finally:
