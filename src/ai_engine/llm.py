@@ -31,7 +31,7 @@ Prompt = str | Sequence[int]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished answer. ``finish_reason`` is stop or length; ``tokens`` and ``logprobs`` end with the last token used."""
+    """One finished answer. ``finish_reason`` is stop or length; ``tokens`` end with the last one that usage counts."""
 
     text: str
     tokens: list[int]
@@ -44,8 +44,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class LLM:
     """A model loaded in this process. Thread-safe; requests from several threads share the batch.
 
-    ``options`` are fields of EngineConfig (``threads=2``, ``kv_memory=1 << 30`` ...). Sampling options of the methods are
-    fields of SamplingParams; what is not given comes from the model's own generation config.
+    ``options`` are fields of EngineConfig (``threads=2``, ``kv_memory=1 << 30`` ...). Sampling options of the methods
+    are fields of SamplingParams; what is not given comes from the model's own generation config.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class LLM:
             if delta.text:
                 yield delta.text
             if delta.stop is not None:
-                answer.stopped_at(delta.stop, delta.num_used, len(ids))
+                answer.stopped_at(delta.stop, output.num_tokens, len(ids))
                 await self._stack.serving.cancel(request.request_id)
                 return
         rest = output.finish()
