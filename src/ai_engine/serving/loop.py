@@ -248,7 +248,8 @@ class StepLoop:
             self._fail_step(plan, error)
             return
         self._now_s = self._clock.now_s()
-        self.failed_steps, self.last_error = 0, ""
+        if plan.work:
+            self.failed_steps, self.last_error = 0, ""
         self._budget = result.budget
         self._learn(load, result)
         self._emit_step(plan, load, result, planned_s - now)
