@@ -97,6 +97,9 @@ class PagePool:
     def slot(self, handle: int) -> int:
         return self._get(handle).slot
 
+    def namespace(self, handle: int) -> str:
+        return self._get(handle).namespace
+
     def num_tokens(self, handle: int) -> int:
         """Tokens whose keys and values are in the pages."""
         return self._get(handle).num_tokens

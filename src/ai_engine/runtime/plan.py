@@ -1,0 +1,153 @@
+"""What a model will need, before anything is loaded: compiled graph, buffers, the context and the KV pages that fit.
+
+Owns the options of an engine and every sum of bytes. Does not allocate (engine.py) and does not read weights
+(weights.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from ai_engine.ports.errors import ConfigError
+from ai_engine.ports.kernels import Kernels, KvShape
+from ai_engine.ports.model import ModelConfig, ModelFile
+from ai_engine.ports.runtime import Limits
+from ai_engine.runtime.ir import Graph
+from ai_engine.runtime.lower import Lowered, lower
+from ai_engine.runtime.models import build_graph
+from ai_engine.runtime.passes import DEFAULT_PASSES, Pass, compile_graph
+from ai_engine.runtime.weights import arena_offsets
+
+DEFAULT_CONTEXT: Final = 8192
+DEFAULT_REQUESTS: Final = 8
+"""KV memory is sized for this many requests of full context."""
+LOGIT_ROWS_PER_SEQ: Final = 2
+MIN_CONTEXT: Final = 128
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's own options; 0 means the default that the plan works out. ``eos_ids`` are what ``min_tokens`` holds
+    back."""
+
+    max_context: int = 0
+    max_seqs: int = 32
+    max_step_tokens: int = 512
+    kv_memory: int = 0
+    page_tokens: int = 32
+    eviction: str = "lru"
+    prefix_cache: bool = True
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """``free_bytes`` is what the machine had when the plan was made."""
+
+    graph: Graph
+    lowered: Lowered
+    limits: Limits
+    kv_shape: KvShape
+    num_pages: int
+    page_bytes: int
+    weight_bytes: int
+    rope_bytes: int
+    free_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.lowered.activation_bytes + self.rope_bytes + self.kv_bytes
+
+    def sum_text(self) -> str:
+        """One line: where the memory goes."""
+        kv_tokens = self.num_pages * self.kv_shape.page_tokens
+        return (
+            f"weights {mib(self.weight_bytes)} + KV {mib(self.kv_bytes)} ({kv_tokens} tokens) "
+            f"+ activations {mib(self.lowered.activation_bytes)} + rope tables "
+            f"{mib(self.rope_bytes)} = {mib(self.total_bytes)} of {mib(self.free_bytes)} free; "
+            f"a request may hold {self.limits.max_context} tokens"
+        )
+
+
+def mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def make_plan(
+    file: ModelFile,
+    kernels: Kernels,
+    options: EngineOptions,
+    free_bytes: int,
+    *,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+    watch: Callable[[str, Graph], None] | None = None,
+) -> EnginePlan:
+    """Compile the graph and do the sums. Raises UnsupportedModel, or ConfigError that names the flag to change."""
+    config = file.config
+    graph = compile_graph(build_graph(config, file.tensors), passes, watch)
+    logit_rows = max(64, LOGIT_ROWS_PER_SEQ * options.max_seqs)
+    logit_rows = min(logit_rows, max(options.max_step_tokens, options.max_seqs))
+    lowered = lower(graph, kernels.buffer_bytes, options.max_step_tokens, logit_rows)
+    shape = KvShape(
+        num_layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_tokens=options.page_tokens,
+    )
+    page_bytes = kernels.kv_page_bytes(shape)
+    weight_bytes = arena_offsets(graph.weights, kernels.packed_bytes)[1]
+    rest = weight_bytes + lowered.activation_bytes
+    num_pages, max_context = _fit_kv(config, options, page_bytes, rest, free_bytes)
+    limits = Limits(
+        max_context=max_context,
+        max_step_tokens=options.max_step_tokens,
+        max_seqs=min(options.max_seqs, options.max_step_tokens, logit_rows),
+        max_logit_rows=logit_rows,
+        vocab_size=config.vocab_size,
+    )
+    tables = 1 if config.rope_base_local is None else 2
+    rope_bytes = 4 * config.rope_dim * max_context * tables
+    plan = EnginePlan(
+        graph, lowered, limits, shape, num_pages, page_bytes, weight_bytes, rope_bytes, free_bytes
+    )  # fmt: skip
+    if plan.total_bytes > free_bytes:
+        raise ConfigError(
+            f"not enough memory: {plan.sum_text()}. Use a smaller --kv-memory, --max-context or --max-step-tokens, or "
+            "a smaller model",
+            param="kv_memory",
+        )
+    return plan
+
+
+def _fit_kv(config: ModelConfig, options: EngineOptions, page_bytes: int, rest: int, free: int) -> tuple[int, int]:
+    """(pages, context). A context that nobody asked for shrinks to what fits; one that was asked for is an error."""
+    if options.max_context > config.max_context:
+        raise ConfigError(
+            f"--max-context is {options.max_context}, but {config.name} takes {config.max_context} tokens at most",
+            param="max_context",
+        )
+    context = options.max_context or min(config.max_context, DEFAULT_CONTEXT)
+    pages_each = -(-context // options.page_tokens)
+    if options.kv_memory:
+        num_pages, source = options.kv_memory // page_bytes, f"--kv-memory gives {mib(options.kv_memory)}"
+    else:
+        quarter = max(0, free - rest) // 4
+        num_pages = min(DEFAULT_REQUESTS * pages_each, quarter // page_bytes)
+        source = f"a quarter of the {mib(max(0, free - rest))} left beside the weights is {mib(quarter)}"
+    fits = min(num_pages * options.page_tokens, context)
+    needed = context if options.max_context else min(context, MIN_CONTEXT)
+    if fits < needed:
+        each = -(-needed // options.page_tokens)
+        raise ConfigError(
+            f"one request of {needed} tokens needs {each} KV pages of {mib(page_bytes)} = {mib(each * page_bytes)}, "
+            f"but {source}. Raise --kv-memory to at least {each * page_bytes}, or lower --max-context",
+            param="max_context" if options.max_context else "kv_memory",
+        )
+    return num_pages, fits
