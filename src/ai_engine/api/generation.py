@@ -277,11 +277,12 @@ class Generation:
         )
 
     async def close(self) -> None:
-        """Cancel what still runs. Idempotent."""
+        """Cancel what still runs and hear the streams out, so that serving lets go of them. Idempotent."""
         pumps, self._pumps = self._pumps, []
         for index in range(len(pumps)):
             if any(choice.finish is None and not choice.ended for choice in self._of(index)):
                 await self._serving.cancel(self.prompts[index].request.request_id)
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        if pumps:
+            _, late = await asyncio.wait(pumps, timeout=SETTLE_S)
+            for pump in late:
+                pump.cancel()

@@ -82,4 +82,4 @@ def _joined_logprobs(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
     found = [part["logprobs"] for part in parts if part["logprobs"]]
     if not found:
         return None
-    return {key: sum((f[key] for f in found), []) if found[0][key] is not None else None for key in found[0]}
+    return {key: None if found[0][key] is None else [item for f in found for item in f[key]] for key in found[0]}
