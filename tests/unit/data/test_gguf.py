@@ -243,7 +243,7 @@ def test_mutated_bytes_never_crash(arch: str, tmp_path: Path) -> None:
     rng, path = random.Random(7), tmp_path / "mutant.gguf"
     directory = sound.rindex(b"weight") + 40
     opened = 0
-    for _ in range(1500):
+    for _ in range(1000):
         mutant = bytearray(sound)
         for _ in range(rng.choice((1, 1, 2, 8))):
             at = rng.randrange(directory)
@@ -270,4 +270,4 @@ def test_mutated_bytes_never_crash(arch: str, tmp_path: Path) -> None:
         for name in model.tensors:
             model.read(name)[-1].sum()
         model.close()
-    assert 0 < opened < 1500
+    assert 0 < opened < 1000
