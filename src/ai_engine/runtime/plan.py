@@ -133,6 +133,12 @@ def _fit_kv(config: ModelConfig, options: EngineOptions, page_bytes: int, rest: 
             f"--max-context is {options.max_context}, but {config.name} takes {config.max_context} tokens at most",
             param="max_context",
         )
+    if rest > free:
+        raise ConfigError(
+            f"not enough memory: weights and activations take {mib(rest)}, but {mib(free)} are free. Use a smaller "
+            "model or quantisation, or a lower --max-step-tokens",
+            param="max_step_tokens",
+        )
     context = options.max_context or min(config.max_context, DEFAULT_CONTEXT)
     pages_each = -(-context // options.page_tokens)
     if options.kv_memory:
