@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -242,23 +242,25 @@ class ModelTokenizer:
         return list(self._bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _load_json(self, data: TokenizerData) -> None:
-        try:
+        with _library_errors("tokenizer.json: cannot be read: {}; fetch the model again"):
             full = tokenizers.Tokenizer.from_str(data.tokenizer_json)
             spec = msgspec.json.decode(data.tokenizer_json)
-        except Exception as error:  # the library raises bare Exception
-            raise ModelFileError(f"tokenizer.json: cannot be read: {error}; fetch the model again") from error
         full.encode_special_tokens = True
         full.no_padding()
         full.no_truncation()
+        with _library_errors("tokenizer.json: cannot encode: {}; fetch the model again"):
+            probe = full.encode("a", add_special_tokens=True).ids
+        if self._bos_id is not None and probe[:1] == [self._bos_id]:
+            self._add_bos = True
         by_text: dict[str, int] = full.get_vocab(with_added_tokens=True)
         size = max(by_text.values(), default=-1) + 1
         if not by_text or size > 1 << 24:
             raise ModelFileError(f"tokenizer.json: {len(by_text)} tokens with ids up to {size}; fetch the model again")
-        self._tokens, self._types = [""] * size, [UNUSED] * size
         decoder = str(spec.get("decoder"))
         self._byte_level = "'ByteLevel'" in decoder
         if not self._byte_level and "'ByteFallback'" not in decoder and "'Metaspace'" not in decoder:
             raise UnsupportedModel("tokenizer.json: its decoder is neither ByteLevel nor ByteFallback nor Metaspace")
+        self._tokens, self._types = [""] * size, [UNUSED] * size
         for text, token in by_text.items():
             self._tokens[token] = text
             self._types[token] = BYTE if not self._byte_level and _BYTE_TOKEN.fullmatch(text) else NORMAL
@@ -269,9 +271,17 @@ class ModelTokenizer:
                 specials[added.content] = token
         self._all = self._control = SpecialTokens(specials)
         self._user, self._plain = SpecialTokens({}), full
-        probe = full.encode("a", add_special_tokens=True).ids
-        if self._bos_id is not None and probe[:1] == [self._bos_id]:
-            self._add_bos = True
+
+
+@contextlib.contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """The library raises bare Exception, and for what it did not foresee a BaseException called PanicException."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelFileError(message.format(error)) from error
+        raise
 
 
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
@@ -342,12 +352,8 @@ def _scored_bpe(data: TokenizerData, tokens: list[str], cache_dir: Path | None) 
 
 
 def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
-    try:
+    with _library_errors("tokenizer: the merges do not fit the tokens: {}; convert the model again"):
         return tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, **options))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelFileError(
-            f"tokenizer: the merges do not fit the tokens: {error}; convert the model again"
-        ) from error
 
 
 def _score_merges(tokens: Sequence[str], scores: Sequence[float]) -> npt.NDArray[np.int32]:
