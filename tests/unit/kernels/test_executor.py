@@ -98,8 +98,8 @@ def test_header_and_empty_program() -> None:
     h.close()
 
 
-def test_contexts_reject_too_many_slots() -> None:
-    c = Contexts(1, 2, 1000.0)
+def test_contexts_reject_too_few_counters() -> None:
+    c = Contexts(1, 1000.0)
     with pytest.raises(AssertionError):
-        c.use_slots(np.zeros((3, 4), np.uint64))
+        c.use(np.zeros((3, 4), np.uint64), np.zeros(16, np.int64))
     c.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ai_engine.kernels.cpu.attention import KvLayout
+from ai_engine.kernels.cpu.attention import KvLayout, kv_lanes
 from ai_engine.kernels.cpu.formats import GROUP
 from ai_engine.kernels.cpu.lang import Array, Kernel, KernelDef, Record, Value, kernel
 from ai_engine.kernels.cpu.matmul import emit_dequantize_row
@@ -227,6 +227,7 @@ def _rope_store(name: str, with_norm: bool) -> KernelDef:
         positions, sequences = k.array(h.positions, "i32"), k.array(h.row_seq, "i32")
         page_table, page_stride = k.array(h.page_table, "i32"), h.page_stride
         cols = (a.heads + a.kv_heads * 2) * a.head_dim
+        lanes_of_keys = kv_lanes(k.target)
         head_bytes = KvLayout.head_block_bytes(a.page_tokens, a.head_dim)
 
         def normalise(x: Array, weight: Value) -> None:
@@ -257,13 +258,13 @@ def _rope_store(name: str, with_norm: bool) -> KernelDef:
             with k.loop(0, a.kv_heads) as g:
                 block = a.kv + page * a.page_bytes + g * head_bytes
                 key, value = (row.shift((a.heads + a.kv_heads * n + g) * a.head_dim) for n in (0, 1))
-                keys = k.array(block + KvLayout.k_offset(token, a.head_dim, a.page_tokens, k.lanes), "f16")
+                keys = k.array(block + KvLayout.k_offset(token, a.head_dim, a.page_tokens, lanes_of_keys), "f16")
                 values = k.array(block + KvLayout.v_offset(token, a.head_dim), "f16")
 
                 def store_key(i: Value, lanes: int) -> None:
                     half = key.load(i, lanes).to_f16()
                     for lane in range(lanes):
-                        keys[(i + lane) * k.lanes] = half[lane] if lanes > 1 else half
+                        keys[(i + lane) * lanes_of_keys] = half[lane] if lanes > 1 else half
 
                 k.for_vectors(a.head_dim, store_key)
                 k.for_vectors(a.head_dim, lambda i, lanes: values.store(i, value.load(i, lanes).to_f16()))

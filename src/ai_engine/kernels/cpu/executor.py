@@ -111,16 +111,15 @@ class Rings:
 
 
 class Contexts:
-    """The contexts of ``num_threads`` threads, and the counters and flags that they share."""
+    """The contexts of ``num_threads`` threads: header, scratch, barrier flags, rings."""
 
-    def __init__(self, num_threads: int, max_slots: int, cycles_per_us: float, spin_us: float = SPIN_US) -> None:
+    def __init__(self, num_threads: int, cycles_per_us: float, spin_us: float = SPIN_US) -> None:
         self.num_threads = num_threads
         self.rings = Rings(num_threads)
         self.header = np.zeros(len(HEADER), np.uint64)
-        self.counters = _aligned(max_slots * abi.COUNTER_STRIDE, 128).view(np.int64)
-        self._flags = _aligned((num_threads + 1) * abi.FLAG_STRIDE, 128)
-        self._scratch = [_aligned(abi.SCRATCH_BYTES, 64) for _ in range(num_threads)]
-        self._blocks = _aligned(num_threads * 256, 128).view(np.uint64).reshape(num_threads, 32)
+        self._flags = aligned((num_threads + 1) * abi.FLAG_STRIDE, 128)
+        self._scratch = [aligned(abi.SCRATCH_BYTES, 64) for _ in range(num_threads)]
+        self._blocks = aligned(num_threads * 256, 128).view(np.uint64).reshape(num_threads, 32)
         assert len(CONTEXT) <= 32
         if num_threads > len(os.sched_getaffinity(0)):
             spin_us = 0  # who spins may keep the awaited one off the core
@@ -139,24 +138,27 @@ class Contexts:
                 epoch=0,
                 spin_cycles=int(spin_us * cycles_per_us),
                 syscall=ctypes.cast(libc.syscall, ctypes.c_void_p).value or 0,
-                counter_base=self.counters.ctypes.data,
-                counters=self.counters.ctypes.data,
+                counter_base=0,
+                counters=0,
                 ring=self.rings.address(thread),
             )
         self.addresses = [int(block.ctypes.data) for block in self._blocks]
 
-    def use_slots(self, slots: npt.NDArray[np.uint64]) -> None:
-        """Point every thread at a slot table uint64[n, SLOT_WORDS], which must stay alive."""
+    def use(self, slots: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> None:
+        """Point every thread at a slot table uint64[n, SLOT_WORDS] and at the slots' work counters, COUNTER_STRIDE
+        bytes each, which the caller zeroes before each step. Both must stay alive."""
         assert slots.shape[1] == abi.SLOT_WORDS, slots.shape
-        assert len(slots) * abi.COUNTER_STRIDE <= self.counters.nbytes, len(slots)
+        assert counters.nbytes >= len(slots) * abi.COUNTER_STRIDE, (len(slots), counters.nbytes)
         self._blocks[:, CONTEXT.index["slots"]] = slots.ctypes.data
         self._blocks[:, CONTEXT.index["num_slots"]] = len(slots)
+        self._blocks[:, CONTEXT.index["counter_base"]] = counters.ctypes.data
 
     def close(self) -> None:
         self.rings.close()
 
 
-def _aligned(nbytes: int, align: int) -> npt.NDArray[np.uint8]:
+def aligned(nbytes: int, align: int) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes whose address is a multiple of ``align``."""
     raw = np.zeros(nbytes + align, np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + nbytes]
@@ -176,7 +178,7 @@ class Harness:
         self.loaded = jit([*kernels, *KERNELS], target)
         self.team = team
         self.clock = Clock(self.loaded)
-        self.contexts = Contexts(team.size if team else 1, 64, self.clock.cycles_per_us())
+        self.contexts = Contexts(team.size if team else 1, self.clock.cycles_per_us())
 
     def run(self, name: str, header: Mapping[str, Number] | None = None, /, **args: Number) -> None:
         self.run_all([(name, args)], header)
@@ -196,8 +198,8 @@ class Harness:
             ],
             np.uint64,
         ).reshape(-1, abi.SLOT_WORDS)
-        c.use_slots(slots)
-        c.counters.fill(0)
+        counters = aligned(len(calls) * abi.COUNTER_STRIDE, 128).view(np.int64)
+        c.use(slots, counters)
         function = self.loaded.address("run_slots")
         if self.team:
             self.team.run(function, c.addresses)
