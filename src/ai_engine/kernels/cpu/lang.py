@@ -798,6 +798,11 @@ class Kernel:
             asm = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "yield", "", side_effect=True)
             self.b.call(asm, [])
 
+    def keep_order(self) -> None:
+        """No load or store moves past here: keeps LLVM's scheduler from hoisting loads until registers spill."""
+        asm = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+        self.b.call(asm, [])
+
     # Arithmetic
 
     def _intrinsic(self, name: str, result: Any, args: Sequence[Any]) -> Any:

@@ -1,0 +1,205 @@
+"""Matmul kernels against float64 on the same quantised inputs, and against themselves at other batch sizes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ai_engine.kernels.cpu import build, formats, matmul
+from ai_engine.kernels.cpu.formats import QUANTISED, ActLayout
+from ai_engine.kernels.cpu.lang import AVX2, TARGETS
+from ai_engine.kernels.cpu.pack import pack_rows, packed_bytes
+from ai_engine.ports.kernels import WeightSpec
+from ai_engine.ports.model import BLOCK, DType
+from tests.golden import tiny_gguf
+from tests.unit.kernels.rig import Rig, aligned
+
+F32 = npt.NDArray[np.float32]
+TOLERANCE = 2e-6  # of sum |w||x|
+HOST = [name for name in ("avx2", "avx512") if name in ("avx2", build.host_target().name)]
+
+
+@pytest.fixture(scope="module", params=HOST)
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(TARGETS[request.param], matmul.KERNELS)
+
+
+class Weight:
+    def __init__(self, rig: Rig, dtype: DType, rows: int, cols: int, seed: int = 0) -> None:
+        self.rig, self.lanes = rig, rig.target.lanes
+        rng = np.random.default_rng([seed, rows, cols])
+        values = rng.standard_normal((rows, cols)).astype(np.float32)
+        raw = tiny_gguf.quantize(values, dtype.value).reshape(rows, -1)
+        self.spec = WeightSpec("w", dtype, rows, cols)
+        self.packed = aligned(packed_bytes(self.spec, self.lanes))
+        pack_rows(self.spec, self.lanes, 0, raw, self.packed)
+        self.values = formats.dequantize(dtype, raw).astype(np.float64)
+
+    def inputs(self, x: F32) -> npt.NDArray[np.float64]:
+        """The values that are multiplied."""
+        if self.spec.dtype not in QUANTISED:
+            return x.astype(np.float64)
+        layout = ActLayout(self.spec.cols)
+        return layout.dequantize(layout.quantize(x), x.shape[0]).astype(np.float64)
+
+    def times(
+        self, x: F32, add_to: F32 | None = None, bias: F32 | None = None, threads: int = 1, logits: bool = False
+    ) -> F32:
+        tokens, rows = x.shape[0], self.spec.rows
+        before, after = 2, 3  # out is a column range of a wider buffer; nothing beside it may change
+        out = np.full((tokens, before + rows + after), 7.0, np.float32)
+        if add_to is not None:
+            out[:, before:-after] = add_to
+        if self.spec.dtype in QUANTISED:
+            act = ActLayout(self.spec.cols).quantize(x)
+            source = aligned(act.nbytes)
+            source[:] = act
+            address, stride = source.ctypes.data, 0
+        else:
+            x = np.ascontiguousarray(x)
+            address, stride = x.ctypes.data, x.shape[1]
+        name, args = matmul.bind(
+            self.spec, self.lanes, x=address, x_stride=stride, w=self.packed.ctypes.data,
+            out=out.ctypes.data + 4 * before, out_stride=out.shape[1], bias=0 if bias is None else bias.ctypes.data,
+            accumulate=add_to is not None, logits=logits,
+        )  # fmt: skip
+        header = {"T": 0, "R": tokens} if logits else {"T": tokens, "R": 0}
+        self.rig.run(name, matmul.ARGS.pack(**args), threads=threads, **header)
+        assert (out[:, :before] == 7).all()
+        assert (out[:, -after:] == 7).all()
+        return out[:, before:-after].copy()
+
+    def check(self, x: F32, got: F32, start: F32 | float = 0.0) -> None:
+        exact = self.inputs(x)
+        size = np.abs(exact) @ np.abs(self.values).T + np.abs(start)
+        error = np.abs(got - (exact @ self.values.T + start)) / np.maximum(size, 1e-30)
+        assert error.max() <= TOLERANCE, (self.spec, error.max())
+
+
+def tokens(count: int, cols: int) -> F32:
+    return np.random.default_rng([count, cols]).standard_normal((count, cols)).astype(np.float32)
+
+
+def allowed(dtype: DType, cols: int) -> bool:
+    return cols % BLOCK[dtype][0] == 0
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_result_and_equality_at_any_batch(rig: Rig, dtype: DType) -> None:
+    for rows, cols in ((5, 256), (123, 1536), (40, 160)):
+        if not allowed(dtype, cols):
+            continue
+        weight = Weight(rig, dtype, rows, cols)
+        x = tokens(33, cols)
+        whole = weight.times(x)
+        weight.check(x, whole)
+        for count in (1, 2, 3, 4, 5, 7, 8, 13, 16):
+            assert np.array_equal(weight.times(x[:count]), whole[:count]), (rows, cols, count)
+        for row in (4, 20, 32):
+            assert np.array_equal(weight.times(x[row : row + 1]), whole[row : row + 1]), (rows, cols, row)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_accumulate_bias_threads_and_logits_rows(rig: Rig, dtype: DType) -> None:
+    weight = Weight(rig, dtype, 301, 768)
+    x = tokens(70, 768)
+    start = np.random.default_rng(3).standard_normal((70, 301)).astype(np.float32)
+    added = weight.times(x, add_to=start)
+    weight.check(x, added, start)
+    assert np.array_equal(weight.times(x[69:], add_to=start[69:])[0], added[69])
+    bias = start[0].copy()
+    biased = weight.times(x, bias=bias)
+    assert np.array_equal(biased[0], added[0])  # both start the accumulator
+    weight.check(x, biased, bias)
+    assert np.array_equal(weight.times(x, threads=3, bias=bias), biased)
+    assert np.array_equal(weight.times(x[:2], logits=True, bias=bias), biased[:2])
+
+
+@pytest.mark.parametrize("dtype", [t for t in QUANTISED if t not in (DType.Q4_K, DType.Q5_K)])
+def test_extreme_codes_do_not_saturate(rig: Rig, dtype: DType) -> None:
+    """All codes at one end and all activations at +-127: the largest partial sums there are."""
+    rows, cols = 17, 256
+    weight = Weight(rig, dtype, rows, cols)
+    for sign in (1.0, -1.0):
+        for byte in (0x00, 0xFF, 0x7F, 0x80):
+            raw = tiny_gguf.quantize(np.ones((rows, cols), np.float32), dtype.value).reshape(rows, -1)
+            blocks = raw.reshape(-1, BLOCK[dtype][1])
+            codes = {DType.Q6_K: slice(0, 192), DType.Q4_1: slice(4, 20), DType.Q5_1: slice(4, 24)}
+            blocks[:, codes.get(dtype, slice(2, None))] = byte
+            pack_rows(weight.spec, weight.lanes, 0, raw, weight.packed)
+            weight.values = formats.dequantize(dtype, raw).astype(np.float64)
+            x = np.full((5, cols), sign, np.float32)
+            weight.check(x, weight.times(x))
+
+
+def test_no_rows_is_no_work(rig: Rig) -> None:
+    weight = Weight(rig, DType.Q4_1, 8, 64)
+    assert weight.times(np.zeros((0, 64), np.float32)).shape == (0, 8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("cols", [32, 64, 160, 256, 512, 640, 1536, 2048])
+def test_every_shape(rig: Rig, dtype: DType, cols: int) -> None:
+    if not allowed(dtype, cols):
+        pytest.skip(f"{dtype} has no rows of {cols}")
+    for rows in (1, 5, 123, 301, 1030):
+        weight = Weight(rig, dtype, rows, cols)
+        x = tokens(130, cols)
+        whole = weight.times(x)
+        weight.check(x, whole)
+        assert np.array_equal(np.concatenate([weight.times(x[i : i + 1]) for i in range(130)]), whole)
+        for count in (1, 2, 3, 4, 5, 7, 8, 13, 16, 33, 64, 129):
+            assert np.array_equal(weight.times(x[-count:], threads=1 + count % 2), whole[-count:]), (rows, count)
+
+
+# --- machine code ----------------------------------------------------------------------------------------------------
+
+
+def inner_loop(text: str, function: str) -> Counter[str]:
+    """Instructions of a function's largest basic block; "stack" counts vector accesses to the stack."""
+    body = text[text.index(f"\n{function}:") :]
+    body = body[: body.index(".Lfunc_end")]
+    block = max(re.split(r"\n(?=\.LBB)", body), key=len)
+    lines = [line.strip() for line in block.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
+    counts = Counter(line.split()[0] for line in lines)
+    counts["stack"] = sum("(%rsp)" in line and ("ymm" in line or "zmm" in line) for line in lines)
+    return counts
+
+
+def test_q4_1_on_avx2_is_what_was_designed() -> None:
+    """Per token and 8 rows x 32 columns: 8 vpmaddubsw, 7 vpaddw, 1 vpmaddwd; and registers nearly suffice."""
+    text = build.assembly([d for d in matmul.KERNELS if d.name == "matmul_q4_1"], AVX2)
+    for count in (1, 2, 3, 4):
+        ops = inner_loop(text, f"matmul_q4_1_1x{count}")
+        assert (ops["vpmaddubsw"], ops["vpaddw"], ops["vpmaddwd"]) == (8 * count, 7 * count, count)
+    assert ops["stack"] <= 12  # five spills in 136 instructions; forcing LLVM's order costs more
+
+
+def test_q4_1_on_avx512_is_what_was_designed() -> None:
+    """Per token and 16 rows x 32 columns: 8 vpdpbusd, a conversion, a product and two fma."""
+    text = build.assembly([d for d in matmul.KERNELS if d.name == "matmul_q4_1"], TARGETS["avx512"])
+    for count in (1, 4, 8, 16):
+        ops = inner_loop(text, f"matmul_q4_1_1x{count}")
+        fma = sum(n for op, n in ops.items() if op.startswith("vfmadd"))
+        assert (ops["vpdpbusd"], ops["vcvtdq2ps"], fma) == (8 * count, count, 2 * count)
+        assert ops["stack"] <= 20 * (count == 16)
+
+
+@pytest.mark.parametrize("target", ["neon"])
+def test_foreign_targets_compile(target: str) -> None:
+    """In a child process: an instruction that LLVM cannot select aborts."""
+    script = (
+        "from ai_engine.kernels.cpu import build, lang, matmul; "
+        "kernels = [d for d in matmul.KERNELS if d.name.endswith(('q4_0', 'q5_1', 'q8_0', 'q4_k', 'q6_k', '16'))]; "
+        f"print(build.assembly(kernels, lang.TARGETS[{target!r}]).count('sdot'))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 100
