@@ -8,7 +8,6 @@ a branch in ``server_url`` that returns its base URL without /v1.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,14 +15,12 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from openai import OpenAI
 
-from ai_engine.api.app import Api
 from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.serving import GenerateRequest
 from ai_engine.testing import ScriptedServing, answer
-from tests.unit.api.doors import make_api
+from tests.unit.api.doors import InThread, make_api
 
 SERVERS = ["scripted"]
 PROMPT: list[Any] = [{"role": "user", "content": "Write one short sentence about the sea."}]
@@ -38,27 +35,6 @@ def speak(request: GenerateRequest) -> list[Any]:
         for chunk in answer(request, tuple(SAID.encode()), index=index, tokens_per_chunk=3)
     ]
     return [item for chunk in chunks for item in (chunk, 0.001)]
-
-
-class InThread:
-    """uvicorn with an app on a free port of the loopback, in a thread of this process."""
-
-    def __init__(self, app: Api) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_level="warning", ws="none", lifespan="on", timeout_graceful_shutdown=2)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        deadline = time.monotonic() + 10
-        while not self._server.started:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.005)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self._socket.close()
 
 
 @pytest.fixture(scope="module")

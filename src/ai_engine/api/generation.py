@@ -234,11 +234,15 @@ class Generation:
         if all(choice.finish is not None for choice in self._choices):
             return None
         pieces: dict[int, Piece] = {}
-        for prompt, item in await self._mailbox.take(quiet_s):
-            if isinstance(item, Chunk):
-                await self._take(prompt, item, pieces)
-            elif any(choice.finish is None for choice in self._of(prompt)):
-                raise item
+        while not pieces:  # what comes for a choice that a stop string has ended makes no piece
+            arrived = await self._mailbox.take(quiet_s)
+            if not arrived:
+                return []
+            for prompt, item in arrived:
+                if isinstance(item, Chunk):
+                    await self._take(prompt, item, pieces)
+                elif any(choice.finish is None for choice in self._of(prompt)):
+                    raise item
         return [pieces[index] for index in sorted(pieces)]
 
     def _of(self, prompt: int) -> list[_Choice]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -111,6 +112,11 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+
+    def copy(self) -> Histogram:
+        other = Histogram(self.bounds)
+        other.counts, other.total = self.counts[:], self.total
+        return other
 
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -298,26 +304,24 @@ class Metrics(Collector):
     # --- when somebody looks ---
 
     def collect(self) -> Iterator[Metric]:
+        """Families from a copy of the numbers: emitting waits for the copy at most, tens of microseconds."""
         with self._lock:
-            families = list(self._families())
-        yield from families
-
-    def _families(self) -> Iterator[Metric]:
-        self._derive_gauges()
+            self._derive_gauges()
+            histograms = {name: histogram.copy() for name, histogram in self._histograms.items()}
+            by_route = {(route,): histogram.copy() for route, histogram in self._http_seconds.items()}
+            counters = {name: dict(series.values) for name, series in self._counters.items()}
+            gauges = {name: dict(series.values) for name, series in self._gauges.items()}
         for name, (text, _) in HISTOGRAMS.items():
-            yield _histogram(name, text, (), {(): self._histograms[name]})
-        by_route: dict[tuple[str, ...], Histogram] = {
-            (route,): histogram for route, histogram in self._http_seconds.items()
-        }
+            yield _histogram(name, text, (), {(): histograms[name]})
         yield _histogram("l7_api_http_request_duration_seconds", "Duration of an HTTP exchange.", ("route",), by_route)
         for name, (text, labels) in COUNTERS.items():
             counter = CounterMetricFamily(f"ai_engine_{name}", text, labels=labels)
-            for key, value in self._counters[name].values.items():
+            for key, value in counters[name].items():
                 counter.add_metric(key, value)
             yield counter
         for name, (text, labels) in GAUGES.items():
             gauge = GaugeMetricFamily(f"ai_engine_{name}", text, labels=labels)
-            for key, value in self._gauges[name].values.items():
+            for key, value in gauges[name].items():
                 gauge.add_metric(key, value)
             yield gauge
 
@@ -338,9 +342,7 @@ class Metrics(Collector):
         g["l3_kv_pool_usage_ratio"].set(step.pages_held / step.pages_total if step.pages_total else 0.0)
 
 
-def _histogram(
-    name: str, text: str, labels: Iterable[str], series: Mapping[tuple[str, ...], Histogram]
-) -> HistogramMetricFamily:
+def _histogram(name: str, text: str, labels: Iterable[str], series: Mapping[Any, Histogram]) -> HistogramMetricFamily:
     family = HistogramMetricFamily(f"ai_engine_{name}", text, labels=list(labels))
     for key, histogram in series.items():
         family.add_metric(list(key), histogram.cumulative(), histogram.total)

@@ -1,4 +1,5 @@
-"""A door with fakes behind it: scripted serving, bytes as tokens, and a client that speaks ASGI without a socket.
+"""A door with fakes behind it: scripted serving, bytes as tokens, and a client that speaks ASGI without a socket
+(or uvicorn in a thread, where the socket matters).
 
 Owns the text service that the doors' tests use; app.py's is built in the same way from data's pieces.
 """
@@ -8,8 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import uvicorn
 
 from ai_engine.api.app import Api
 from ai_engine.api.http import ApiConfig
@@ -196,3 +202,24 @@ class Client:
 
 def client(serving: Serving | None = None, **options: Any) -> Client:
     return Client(make_api(serving, **options))
+
+
+class InThread:
+    """uvicorn with an app on a free port of the loopback, in a thread of this process."""
+
+    def __init__(self, app: Api) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_level="warning", ws="none", lifespan="on", timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._socket.close()
