@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ai_engine.kernels.cpu.formats import GROUP, ActLayout
+from ai_engine.kernels.cpu.formats import GROUP
 from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Target, Value, kernel
+from ai_engine.kernels.cpu.quantize import act_record, emit_quantize_group
 from ai_engine.ports.kernels import KvShape
 
 ELEMENT_BYTES = 2  # f16
@@ -342,26 +343,12 @@ def _emit_finish(k: Kernel, state: Value, out: Value, head_dim: Value) -> None:
         y[d] = s.load(d + PARTIAL_HEADER, 8) * inverse
 
 
-def _emit_quantize(k: Kernel, x: Value, record: Value, groups: Value) -> None:
-    """A row of f32 into a row of act records: `ActLayout.quantize`."""
+def _emit_quantize(k: Kernel, x: Value, act: Value, row: Value, groups: Value) -> None:
+    """A row of f32 into row ``row`` of an act buffer."""
     values = k.array(x, "f32")
     with k.loop(0, groups) as g:
-        parts = [values.load(g * 32 + i * 8, 8) for i in range(4)]
-        amax = k.reduce_max(k.max(k.max(k.abs(parts[0]), k.abs(parts[1])), k.max(k.abs(parts[2]), k.abs(parts[3]))))
-        alive = amax >= 1e-30
-        inverse, scale = (k.select(alive, x, 0.0) for x in (127.0 / amax, amax / 127.0))
-        q = [k.round_i32(part * inverse) for part in parts]
-        to = record + g * (ActLayout.TILE * ActLayout.RECORD)
-        for i in range(4):
-            k.store(to + (ActLayout.Q + 8 * i), q[i].trunc("i8"))
-        halves = [k.reduce_add(q[0] + q[1]), k.reduce_add(q[2] + q[3])]
-        total = halves[0] + halves[1]
-        k.store(to + ActLayout.SCALE, scale)
-        k.store(to + ActLayout.DSUM, scale * total.to_f32())
-        k.store(to + ActLayout.OFFSET, total * -128)
-        for i in range(2):
-            k.store(to + (ActLayout.SUM16 + 2 * i), halves[i].trunc("i16"))
-            k.store(to + (ActLayout.OFFSET16 + 4 * i), halves[i] * -32)
+        parts = [values.load(g * GROUP + i * 8, 8) for i in range(GROUP // 8)]
+        emit_quantize_group(k, act_record(k, act, row, groups, g), parts)
 
 
 def _in_variants(k: Kernel, t: Tiling, pairs: Value, call: Callable[[int, Value], None]) -> None:
@@ -520,8 +507,8 @@ def _emit_attention(k: Kernel, to_act: bool) -> None:
                     k.call("attention_fold", _emit_fold, states, a.partials + offset + part, hd)
                 k.call("attention_finish", _emit_finish, states, out + head_index * hd * 4, hd)
         if to_act:
-            groups = (group * kv_heads * hd).lshr(5)
-            k.call("attention_quantize", _emit_quantize, out, a.out + ActLayout.row_offset(row, groups), groups)
+            groups = (group * kv_heads * hd) // GROUP
+            k.call("attention_quantize", _emit_quantize, out, a.out, row, groups)
 
 
 @kernel(**_FIELDS)
