@@ -95,7 +95,6 @@ class Link(asyncio.Protocol, Generic[Incoming]):
         self._writable = asyncio.Event()
         self._writable.set()
         self.lost = asyncio.Event()
-        self.frames_sent = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -131,7 +130,6 @@ class Link(asyncio.Protocol, Generic[Incoming]):
         data = frame(self._encoder.encode(message))
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
-            self.frames_sent += 1
 
     def close(self, reason: str, *, at_once: bool = False) -> None:
         """End the connection after what was sent, or without it."""

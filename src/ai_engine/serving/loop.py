@@ -189,15 +189,19 @@ class StepLoop:
 
     def _open_ready(self, now: float) -> None:
         """Open who may start: the parked in order of age, then the queue; nobody passes one who has to wait."""
-        state = self.state
-        while state.parked and may_start(state, state.parked[0], self._budget):
-            self._open_choice(state.parked.pop(0), now)
-        while not state.parked and (group := state.queue.peek()) is not None:
-            if not may_start(state, group.leader, self._budget):
-                return
-            state.queue.pop()
-            self._left_queue(group)
-            self._open_choice(group.leader, now)
+        while (choice := self._next_waiting()) is not None and may_start(self.state, choice, self._budget):
+            if choice.group.queued:
+                self.state.queue.pop()
+                self._left_queue(choice.group)
+            else:
+                self.state.parked.pop(0)
+            self._open_choice(choice, now)
+
+    def _next_waiting(self) -> Choice | None:
+        if self.state.parked:
+            return self.state.parked[0]
+        group = self.state.queue.peek()
+        return None if group is None else group.leader
 
     def _open_choice(self, choice: Choice, now: float) -> None:
         group = choice.group

@@ -116,10 +116,11 @@ class Choice:
 
 
 def _choice_params(params: SamplingParams, index: int) -> SamplingParams:
-    if index == 0:
-        return params
     assert params.seed is not None
-    return msgspec.structs.replace(params, seed=(params.seed + index) % MAX_SEED, prompt_logprobs=None)
+    seed = (params.seed + index) % MAX_SEED
+    if index == 0:
+        return params if seed == params.seed else msgspec.structs.replace(params, seed=seed)
+    return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
 
 
 class State:
