@@ -52,7 +52,8 @@ def test_most_likely_ids_of_all_documents(model: str) -> None:
     """Against the reference's committed ids, so without the float64 forward."""
     golden = goldens.load(model)
     path = _checked_path(golden)
-    agrees = [top1(engine.teacher_forced_logits(path, d.ids)) == d.reference_top1 for d in golden.documents]
+    with engine.loaded(path) as loaded:
+        agrees = [top1(loaded.logits(d.ids)) == d.reference_top1 for d in golden.documents]
     expected = float(np.mean(np.concatenate([d.llamacpp_top1_agrees for d in golden.documents])))
     assert float(np.mean(np.concatenate(agrees))) >= expected - BOUNDS["top1_slack"]
 
@@ -62,12 +63,12 @@ def test_greedy_continuations(model: str) -> None:
     """Wherever llama.cpp's choice led by more than either engine's error, the engine makes it too."""
     golden = goldens.load(model)
     path = _checked_path(golden)
-    for greedy in golden.greedy:
-        ids = greedy.ids + greedy.continuation
-        logits = engine.teacher_forced_logits(path, ids[:-1])[len(greedy.ids) - 1 :]
-        clear = np.array(greedy.leads) > CLEAR_LEAD
-        assert clear.sum() >= 4, "the golden has nothing to say"
-        assert np.array_equal(logits.argmax(axis=-1)[clear], np.array(greedy.continuation)[clear])
+    with engine.loaded(path) as loaded:
+        for greedy in golden.greedy:
+            logits = loaded.logits((greedy.ids + greedy.continuation)[:-1])[len(greedy.ids) - 1 :]
+            clear = np.array(greedy.leads) > CLEAR_LEAD
+            assert clear.sum() >= 4, "the golden has nothing to say"
+            assert np.array_equal(logits.argmax(axis=-1)[clear], np.array(greedy.continuation)[clear])
 
 
 @pytest.mark.full
@@ -78,7 +79,8 @@ def test_all_documents(model: str) -> None:
     path = _checked_path(golden)
     assert sum(len(d.ids) for d in golden.documents) >= 2000
     reference = goldens.reference_of(path, whole=True)
-    results = [goldens.compare(reference, d, engine.teacher_forced_logits(path, d.ids)) for d in golden.documents]
+    with engine.loaded(path) as loaded:
+        results = [goldens.compare(reference, d, loaded.logits(d.ids)) for d in golden.documents]
     score = goldens.score(golden.documents, results)
     if folder := os.environ.get("AI_ENGINE_EVIDENCE"):
         evidence = {"model": model, "sha256": golden.sha256, "machine": _machine(), **asdict(score)}

@@ -23,6 +23,8 @@ F32 = NDArray[np.float32]
 NAMES = sorted(folder.name for folder in tiny_gguf.TINY.iterdir() if folder.is_dir())
 GGUF_NAMES = [name for name in NAMES if name != "gemma3-layer-types"]  # GGUF cannot say these layer_types
 
+KERNELS: list[engine.KernelsName] = ["cpu", "reference"]
+
 TOLERANCE = 1e-3
 """Absolute, on logits with a standard deviation of 1. K and V rounded to float16 cost up to half of it."""
 
@@ -76,19 +78,21 @@ def test_a_wrong_model_is_found_out(name: str, changes: dict[str, Any]) -> None:
     assert np.abs(reference_logits(name, **changes) - golden(name)[1]).max() > 20 * TOLERANCE
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", NAMES)
-def test_safetensors(name: str) -> None:
+def test_safetensors(name: str, kernels: engine.KernelsName) -> None:
     ids, expected = golden(name)
-    got = engine.teacher_forced_logits(tiny_gguf.TINY / name, ids)
+    got = engine.teacher_forced_logits(tiny_gguf.TINY / name, ids, kernels=kernels)
     assert got.shape == expected.shape
     assert np.abs(got - expected).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", GGUF_NAMES)
-def test_gguf(name: str, tmp_path: Path) -> None:
+def test_gguf(name: str, kernels: engine.KernelsName, tmp_path: Path) -> None:
     ids, expected = golden(name)
     tiny_gguf.write_tiny(name, tmp_path / "model.gguf")
-    got = engine.teacher_forced_logits(tmp_path / "model.gguf", ids)
+    got = engine.teacher_forced_logits(tmp_path / "model.gguf", ids, kernels=kernels)
     assert np.abs(got - expected).max() < TOLERANCE
 
 
@@ -102,9 +106,10 @@ def test_equal_bits_in_any_chunks_and_threads(name: str) -> None:
         assert np.array_equal(got, expected), (threads, chunk)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("type_name", list(tiny_gguf.TYPES))
-def test_stored_types(type_name: str, architecture: str, tmp_path: Path) -> None:
+def test_stored_types(type_name: str, architecture: str, kernels: engine.KernelsName, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     tiny_gguf.write_random(path, type_name, architecture)
     file = tiny_gguf.read_gguf(path)
@@ -112,7 +117,7 @@ def test_stored_types(type_name: str, architecture: str, tmp_path: Path) -> None
     ids = np.random.default_rng(1).integers(0, 301, 41).tolist()
     reference = Reference(config_from_gguf(file.metadata), file.tensors)
     expected = reference.logits(reference.hidden(ids))
-    error = engine.teacher_forced_logits(path, ids, chunk=17) - expected
+    error = engine.teacher_forced_logits(path, ids, chunk=17, kernels=kernels) - expected
     # Activations rounded to 8 bits per 32 cost 1 to 2.5 % of the spread; a scale, minimum or bit in the wrong place
     # costs 20 % and more.
     share = 0.001 if type_name in ("F32", "F16", "BF16") else 0.04
