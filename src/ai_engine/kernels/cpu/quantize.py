@@ -29,10 +29,12 @@ def emit_quantize_group(k: Kernel, record: Value, xs: Sequence[Value]) -> None:
     alive = amax >= 1e-30
     inverse = k.select(alive, k.f32(127.0) / amax, 0.0)
     scale = k.select(alive, amax / 127.0, 0.0)
-    codes = [k.round_i32(x * inverse) for x in xs]
-    k.store(record + ActLayout.Q, _concat(codes).trunc("i8"))
-    half = len(codes) // 2
-    sums = [k.reduce_add(_sum(codes[:half])), k.reduce_add(_sum(codes[half:]))]
+    q = _concat([k.round_i32(x * inverse) for x in xs]).trunc("i8")
+    k.store(record + ActLayout.Q, q)
+    fours = k.dot_u8s8(k.i32(0, 8), k.const(1, "i8", GROUP), q, max_u=1)  # eight sums of four
+    twos = fours + fours.shuffle([2, 3, 0, 1, 6, 7, 4, 5])
+    ones = twos + twos.shuffle([1, 0, 3, 2, 5, 4, 7, 6])
+    sums = [ones[0], ones[4]]
     total = sums[0] + sums[1]
     k.store(record + ActLayout.SCALE, scale)
     k.store(record + ActLayout.DSUM, scale * total.to_f32())
@@ -40,13 +42,6 @@ def emit_quantize_group(k: Kernel, record: Value, xs: Sequence[Value]) -> None:
     for i, part in enumerate(sums):
         k.store(record + (ActLayout.SUM16 + 2 * i), part.trunc("i16"))
         k.store(record + (ActLayout.OFFSET16 + 4 * i), part * -32)
-
-
-def _sum(values: Sequence[Value]) -> Value:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
 
 
 def _concat(values: Sequence[Value]) -> Value:
