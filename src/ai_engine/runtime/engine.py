@@ -111,8 +111,9 @@ class Engine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Give all memory back. The kernels are the caller's to close, after this."""
+        """Close the kernels and give all memory back."""
         self._sequences.clear()
+        self.kernels.close()
         for arena in self._arenas:
             arena.close()
 
