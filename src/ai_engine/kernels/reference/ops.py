@@ -105,10 +105,11 @@ def gelu_tanh(x: F64) -> F64:
 def glu(x: F32, act: str, interleave: int) -> F32:
     """act(gate) * up of x [T, 2F]: halves (interleave 0), or gate and up alternate in runs of ``interleave``."""
     rows = x.shape[0]
-    run = interleave or x.shape[1] // 2
-    pairs = _f64(x).reshape(rows, -1, 2, run)
+    half = x.shape[1] // 2
+    run = interleave or half
+    pairs = _f64(x).reshape(rows, half // run, 2, run)  # a step that keeps no logits row has none here
     function = {"silu": silu, "gelu_tanh": gelu_tanh}[act]
-    return _f32((function(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(rows, -1))
+    return _f32((function(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(rows, half))
 
 
 # --- sampling: defined to the bit ------------------------------------------------------------------------------------
@@ -245,8 +246,9 @@ def logprobs(logits: F32, tokens: I32) -> F32:
 
 
 def best(logits: F32, count: int) -> I32:
-    """The ``count`` best tokens of a row: largest logit first, lowest id first among equals."""
-    return np.argsort(-logits, kind="stable")[:count].astype(np.int32)
+    """The ``count`` best tokens of a row: largest logit first, lowest id first among equals; none that is -inf."""
+    order = np.argsort(-logits, kind="stable")[:count]
+    return order[logits[order] > -np.inf].astype(np.int32)
 
 
 NO_TOKEN = -1
