@@ -16,7 +16,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
@@ -97,9 +97,8 @@ class Link(asyncio.Protocol, Generic[Incoming]):
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
 
     def data_received(self, data: bytes) -> None:
         try:

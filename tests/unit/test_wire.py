@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,6 +192,20 @@ def test_known_attacks(data: bytes) -> None:
 def test_a_message_too_large_for_a_frame_is_not_sent() -> None:
     with pytest.raises(FrameError, match="a frame holds"):
         frame(bytes(wire.MAX_FRAME_BYTES + 1))
+
+
+def test_on_uvloop(tmp_path: Path) -> None:
+    async def run() -> None:
+        def script(r: GenerateRequest) -> list[Any]:
+            return [*answer(r, [1, 2, 3])[:2], HANG]
+
+        async with connected(tmp_path, ScriptedServing(script)) as (client, server):
+            stream = await client.submit(request())
+            assert [(await anext(stream)).tokens for _ in range(2)] == [[1], [2]]
+            server.cancel()
+            assert [c.finish for c in [chunk async for chunk in stream]][-1] in ("failed", "cancelled")
+
+    uvloop.run(asyncio.wait_for(run(), 20))
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS_BY_CODE))
