@@ -2,8 +2,9 @@
 
 Owns what must hold for any engine: every test takes ``server_url`` and asks for nothing that only one engine would say.
 ``SERVERS`` names what stands behind the door: "scripted" is uvicorn in a thread over scripted serving, bytes as tokens;
-"engine" is `ai-engine serve` on SmolLM2 (the ``server`` fixture of tests/conftest.py). To add another, add its name and
-a branch in ``server_url`` that returns its base URL without /v1.
+"service" is the real scheduler and step loop over a fake runtime whose model says printable nonsense; "engine" is
+`ai-engine serve` on SmolLM2 (the ``server`` fixture of tests/conftest.py). To add another, add its name and a branch in
+``server_url`` that gives its base URL without /v1.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai import OpenAI
 
+from ai_engine.api.app import Api
 from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.serving import GenerateRequest
-from ai_engine.testing import ScriptedServing, answer
+from ai_engine.serving.service import Service
+from ai_engine.testing import FakeRuntime, HashModel, MemoryTelemetry, ScriptedServing, answer
+from ai_engine.testing.runtime import DEFAULT_LIMITS
 from tests.unit.api.doors import InThread, make_api
 
-SERVERS = ["scripted"]
+SERVERS = ["scripted", "service"]
 PROMPT: list[Any] = [{"role": "user", "content": "Write one short sentence about the sea."}]
 SAID = "The sea is wide \U0001f30a and d\u00e9ep. It sings, all day and all night."
 
@@ -37,18 +42,29 @@ def speak(request: GenerateRequest) -> list[Any]:
     return [item for chunk in chunks for item in (chunk, 0.001)]
 
 
-@pytest.fixture(scope="module")
-def scripted() -> ScriptedServing:
-    """What stands behind the scripted door, for tests that look at what reached it."""
-    return ScriptedServing(speak)
+def scripted_api() -> Api:
+    return make_api(ScriptedServing(speak), clock=SystemClock())
+
+
+def service_api() -> Api:
+    """A step takes a millisecond; the next letter depends on the seed and on all that was said."""
+    nonsense = HashModel(95)
+    runtime = FakeRuntime(
+        lambda spec, tokens: 32 + nonsense(spec, tokens),
+        limits=msgspec.structs.replace(DEFAULT_LIMITS, max_context=512, vocab_size=260),
+        clock=SystemClock(),
+        on_step=lambda plan: time.sleep(0.001),
+    )
+    service = Service(runtime, telemetry=MemoryTelemetry())
+    return make_api(service, clock=SystemClock(), on_startup=service.start, on_shutdown=service.close)
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def server_url(request: pytest.FixtureRequest, scripted: ScriptedServing) -> Iterator[str]:
+def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "engine":
         yield request.getfixturevalue("server").url
         return
-    server = InThread(make_api(scripted, clock=SystemClock()))
+    server = InThread({"scripted": scripted_api, "service": service_api}[request.param]())
     yield server.url
     server.stop()
 

@@ -4,7 +4,7 @@ Owns submitting, merging the choices' chunks, stop strings (found by the output 
 token counts, and cancelling what nobody waits for. Does not own wire shapes (replies.py, stream.py).
 
 One task per prompt moves chunks from serving into a mailbox; whoever writes takes all that has come, so a slow client
-gets fewer, larger pieces instead of a growing backlog of small ones.
+gets fewer, larger pieces. A full mailbox makes the tasks wait, and serving's stream merges what is not read yet.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntr
 
 SETTLE_S = 1.0
 """How long a stopped choice may take to report its usage; it needs one step."""
+MAILBOX_SIZE = 64
+"""Chunks that wait in the gateway for a slow client before they wait, merged, in serving's stream."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -67,11 +69,22 @@ class _Mailbox:
     def __init__(self) -> None:
         self._items: list[tuple[int, Chunk | BaseException]] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
+        self._closed = False
 
     def put(self, prompt: int, item: Chunk | BaseException) -> None:
+        if self._closed:
+            return
         self._items.append((prompt, item))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if len(self._items) >= MAILBOX_SIZE:
+            self._room.clear()
+        if self._waiter is not None:
+            _wake(self._waiter)
+
+    async def room(self) -> None:
+        """Wait until the reader has been here, if it is far behind."""
+        if len(self._items) >= MAILBOX_SIZE:
+            await self._room.wait()
 
     async def take(self, quiet_s: float | None) -> list[tuple[int, Chunk | BaseException]]:
         """All that came, at least one; empty after ``quiet_s`` of silence."""
@@ -86,7 +99,13 @@ class _Mailbox:
                 if timer is not None:
                     timer.cancel()
         items, self._items = self._items, []
+        self._room.set()
         return items
+
+    def close(self) -> None:
+        """Nobody reads any more: what comes is dropped, and nobody waits."""
+        self._closed, self._items = True, []
+        self._room.set()
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:
@@ -221,6 +240,7 @@ class Generation:
     async def _pump(self, index: int, stream: AsyncIterator[Chunk]) -> None:
         async for chunk in stream:
             self._mailbox.put(index, chunk)
+            await self._mailbox.room()
 
     def _pumped(self, index: int, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -286,6 +306,7 @@ class Generation:
         for index in range(len(pumps)):
             if any(choice.finish is None and not choice.ended for choice in self._of(index)):
                 await self._serving.cancel(self.prompts[index].request.request_id)
+        self._mailbox.close()
         if pumps:
             _, late = await asyncio.wait(pumps, timeout=SETTLE_S)
             for pump in late:

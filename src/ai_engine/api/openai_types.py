@@ -331,7 +331,7 @@ def read_chat(body: Any, fields: Record, model: ServedModel, *, strict: bool) ->
     """A chat request, checked. Raises InvalidRequest or ModelNotFound."""
     at = Checking(strict=strict)
     got = fields.check(body, at)
-    if "top_logprobs" in got and not got.get("logprobs"):
+    if got.get("top_logprobs") and not got.get("logprobs"):
         raise InvalidValue("top_logprobs needs logprobs: true. Fix: set logprobs to true.", param="top_logprobs")
     if got.get("continue_final_message") and got.get("add_generation_prompt", False):
         raise InvalidValue(

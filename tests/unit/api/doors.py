@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -86,6 +86,8 @@ def make_api(
     telemetry: MemoryTelemetry | None = None,
     clock: Clock | None = None,
     metrics: Callable[[], bytes] = lambda: b"# EOF\n",
+    on_startup: Callable[[], Awaitable[None]] | None = None,
+    on_shutdown: Callable[[], Awaitable[None]] | None = None,
     **config: Any,
 ) -> Api:
     return Api(
@@ -97,6 +99,8 @@ def make_api(
         config=ApiConfig(**config),
         clock=clock or VirtualClock(),
         entropy=counting_entropy(),
+        on_startup=on_startup,
+        on_shutdown=on_shutdown,
     )
 
 
@@ -135,7 +139,8 @@ class Reply:
 
 
 class Client:
-    """Calls an ASGI app. ``chunks`` splits the body; ``hang_up`` (an event) is when the client leaves."""
+    """Calls an ASGI app. ``chunks`` splits the body; ``hang_up`` (an event) is when the client leaves; ``sending``
+    is awaited for each message, as a slow connection would be."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -150,6 +155,7 @@ class Client:
         chunks: Sequence[bytes | float] | None = None,
         hang_up: asyncio.Event | None = None,
         on_write: Callable[[bytes], None] | None = None,
+        sending: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
     ) -> Reply:
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         pending: list[bytes | float] = list(chunks if chunks is not None else [raw])
@@ -177,6 +183,8 @@ class Client:
 
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
+            if sending is not None:
+                await sending(message)
             if on_write is not None and message.get("body"):
                 on_write(message["body"])
 
@@ -192,9 +200,9 @@ class Client:
         assert all(name == name.lower() for name, _ in reply_headers)
         return Reply(sent[0]["status"], dict(reply_headers), b"".join(writes), writes)
 
-    async def chat(self, **fields: Any) -> Reply:
+    async def chat(self, *, sending: Callable[[dict[str, Any]], Awaitable[None]] | None = None, **fields: Any) -> Reply:
         fields.setdefault("messages", [{"role": "user", "content": "Hi"}])
-        return await self("POST", "/v1/chat/completions", {"model": "m", **fields})
+        return await self("POST", "/v1/chat/completions", {"model": "m", **fields}, sending=sending)
 
     async def complete(self, **fields: Any) -> Reply:
         return await self("POST", "/v1/completions", {"model": "m", "prompt": "Hi", **fields})

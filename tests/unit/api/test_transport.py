@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ai_engine.api.app import Api
+from ai_engine.api.generation import MAILBOX_SIZE
 from ai_engine.ports.errors import ERRORS_BY_CODE, AiEngineError, DeadlineExceeded, Overloaded
 from ai_engine.ports.serving import Chunk, GenerateRequest, Health
 from ai_engine.ports.telemetry import HttpDone
@@ -417,6 +418,34 @@ async def test_tokens_that_are_ready_together_are_written_together() -> None:
     assert reply.text() == "Hello there"
     assert len(reply.events()) == 3  # role, text, finish
     assert len(reply.writes) <= 4
+
+
+async def test_a_slow_client_does_not_pile_up_chunks() -> None:
+    made = 0
+
+    class Eager(ScriptedServing):
+        async def submit(self, request: GenerateRequest) -> Any:
+            async def all_at_once() -> Any:
+                nonlocal made
+                for chunk in answer(request, b"x" * 400):
+                    made += 1
+                    yield chunk
+
+            return all_at_once()
+
+    blocked = asyncio.Event()
+    ahead: list[int] = []
+
+    async def slow(message: dict[str, Any]) -> None:
+        if message.get("body") and not ahead:
+            await asyncio.sleep(0.02)  # the first write: everything behind it has to wait
+            ahead.append(made)
+            blocked.set()
+
+    await client(Eager()).chat(stream=True, sending=slow)
+    assert blocked.is_set()
+    assert ahead[0] <= 2 * MAILBOX_SIZE + 2
+    assert made == 400
 
 
 async def test_nothing_is_written_before_the_first_output() -> None:
