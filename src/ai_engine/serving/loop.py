@@ -43,13 +43,13 @@ Command = Arrive | Cancel | FailAll
 
 
 class StepLoop:
-    """``deliver(chunks)`` is called in the loop's thread, once per step that made any. Other threads may call `post`
+    """``on_chunks(chunks)`` is called in the loop's thread, once per step that made any. Other threads may call `post`
     and read the plain attributes."""
 
     def __init__(
         self,
         runtime: Runtime,
-        deliver: Callable[[list[Chunk]], None],
+        on_chunks: Callable[[list[Chunk]], None],
         *,
         config: ServingConfig,
         clock: Clock,
@@ -57,7 +57,7 @@ class StepLoop:
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._runtime = runtime
-        self._deliver = deliver
+        self._on_chunks = on_chunks
         self._clock = clock
         self._telemetry = telemetry
         self._eos_ids = eos_ids
@@ -74,7 +74,7 @@ class StepLoop:
         self._intake: deque[Command] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="step-loop", daemon=True)
         # read by other threads
         self.idle = True
         self.beat_s = clock.now_s()
@@ -93,12 +93,12 @@ class StepLoop:
         self._intake.append(command)
         self._wake.set()
 
-    def stop(self) -> None:
-        """End the thread after the step that runs. Requests still open get no more chunks."""
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the step that runs, or leave it behind. Requests still open get no more chunks."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     @property
     def alive(self) -> bool:
@@ -110,7 +110,8 @@ class StepLoop:
 
     # the loop
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """The thread's life: run steps while there is work, sleep while there is none."""
         while not self._stopping:
             self._wake.clear()
             if not self.run_once():
@@ -141,7 +142,7 @@ class StepLoop:
     def _flush(self) -> None:
         if self._chunks:
             chunks, self._chunks = self._chunks, []
-            self._deliver(chunks)
+            self._on_chunks(chunks)
 
     def _take_in(self) -> None:
         while self._intake:
@@ -260,7 +261,7 @@ class StepLoop:
         for work in plan.work:
             self._open[work.seq_id].computed += work.num_tokens
         for output in result.outputs:
-            self._apply(self._open[output.seq_id], output)
+            self.deliver(self._open[output.seq_id], output)
 
     def _park(self, choice: Choice) -> None:
         self.state.running.remove(choice)
@@ -301,7 +302,8 @@ class StepLoop:
 
     # results
 
-    def _apply(self, choice: Choice, output: SeqOutput) -> None:
+    def deliver(self, choice: Choice, output: SeqOutput) -> None:
+        """One choice's share of a step: its tokens up to where a stop rule ends them, as a chunk."""
         if output.failed is not None:
             self._fail([choice], EngineError(f"the model's output is unusable: {output.failed}"))
             return

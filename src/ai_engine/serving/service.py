@@ -68,7 +68,7 @@ class Service:
     async def close(self) -> None:
         """Stop the step loop; what is open fails with shutting_down. Does not close the runtime."""
         self._draining = True
-        await asyncio.to_thread(self.loop.stop)
+        await asyncio.to_thread(self.loop.stop, self._config.stall_s)
         self._fail_open(ShuttingDown("the server stopped"))
 
     # requests

@@ -265,7 +265,7 @@ def test_a_bug_fails_what_runs_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPa
         raise AssertionError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.loop, "_apply", broken)
+        patch.setattr(rig.loop, "deliver", broken)
         rig.once()
     rig.submit(request("later", [5]))
     rig.run()
