@@ -168,6 +168,7 @@ class ModelTokenizer:
             self._user = SpecialTokens({t: i for t, i in cut.items() if self._types[i] == USER_DEFINED})
             self._control = SpecialTokens({t: i for t, i in cut.items() if self._types[i] != USER_DEFINED})
         self._eos_ids = frozenset(data.eos_ids)
+        self._pieces: dict[int, bytes] = {}  # of tokens seen so far
         self._hidden = frozenset(i for i, kind in enumerate(self._types) if kind in (UNKNOWN, CONTROL, UNUSED))
         if self._add_bos and self._bos_id is None:
             raise ModelFileError("tokenizer: add_bos is set but there is no bos token; the model file is damaged")
@@ -193,7 +194,7 @@ class ModelTokenizer:
         ids: list[int] = []
         run = ""  # plain text since the last special token, across segments
         after_special = True
-        for piece in self._pieces(segments):
+        for piece in self._cut(segments):
             if isinstance(piece, str):
                 run += piece
                 continue
@@ -214,8 +215,16 @@ class ModelTokenizer:
         return mark.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)) if cuts else text
 
     def piece(self, token: int, *, skip_special: bool = True) -> bytes:
-        if not 0 <= token < len(self._tokens) or (skip_special and token in self._hidden):
+        if skip_special and token in self._hidden:
             return b""
+        piece = self._pieces.get(token)
+        if piece is None:
+            if not 0 <= token < len(self._tokens):
+                return b""
+            piece = self._pieces[token] = self._piece(token)
+        return piece
+
+    def _piece(self, token: int) -> bytes:
         text, kind = self._tokens[token], self._types[token]
         if kind == BYTE:
             return bytes([int(text[3:5], 16)])
@@ -228,7 +237,7 @@ class ModelTokenizer:
     def is_special(self, token: int) -> bool:
         return 0 <= token < len(self._types) and self._types[token] in (UNKNOWN, CONTROL)
 
-    def _pieces(self, segments: Iterable[tuple[str, bool]]) -> Iterable[str | int]:
+    def _cut(self, segments: Iterable[tuple[str, bool]]) -> Iterable[str | int]:
         for text, parse_special in segments:
             yield from (self._all if parse_special else self._user).split(_no_surrogates(text))
 
@@ -345,8 +354,8 @@ def _scored_bpe(data: TokenizerData, tokens: list[str], cache_dir: Path | None) 
     if len(data.scores) != len(tokens):
         raise ModelFileError(f"tokenizer: {len(tokens)} tokens but {len(data.scores)} scores; convert the model again")
     pairs = _cached_merges(tokens, data.scores, cache_dir)
-    left, right = pairs[:, 0].tolist(), pairs[:, 1].tolist()
-    merges = [(tokens[a], tokens[b]) for a, b in zip(left, right, strict=True)]
+    left, right = (map(tokens.__getitem__, column.tolist()) for column in pairs.T)
+    merges = list(zip(left, right, strict=True))
     unk = tokens[data.unk_id] if data.unk_id is not None else None
     return _bpe(tokens, merges, byte_fallback=True, unk_token=unk)
 
