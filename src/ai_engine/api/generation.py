@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from ai_engine.api.openai_types import Ask
-from ai_engine.ports.errors import EngineError, error_from_code
+from ai_engine.ports.errors import AiEngineError, EngineError, error_from_code
 from ai_engine.ports.serving import Chunk, GenerateRequest, Serving, TokenLogprob
 from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntry
 
@@ -120,6 +120,7 @@ class _Choice:
         self.index = index
         self.prompt = prompt
         self.finish: str | None = None
+        self.failure: AiEngineError | None = None
         self.ended = False
         self.num_tokens = 0
         self._output = output
@@ -137,15 +138,14 @@ class _Choice:
                 self.prompt.cached_tokens = max(self.prompt.cached_tokens, chunk.usage.cached_tokens)
         if self.finish is not None:
             return False
-        if chunk.finish in ("failed", "cancelled"):
-            raise error_from_code(
-                chunk.error_code or "engine_error", chunk.error_message or "the request was not completed"
-            )
         if self._echo_due and (chunk.tokens or chunk.finish):
             self._echo(piece)
         stop = None if self._scores_only else self._push(chunk, piece)
         if stop is not None:
             self.finish, piece.stop_reason = "stop", stop
+        elif chunk.finish in ("failed", "cancelled"):
+            message = chunk.error_message or "the request was not completed"
+            self.failure = error_from_code(chunk.error_code or "engine_error", message)
         elif chunk.finish is not None:
             if not self._scores_only:
                 self._say(self._output.finish(), piece)
@@ -191,17 +191,22 @@ class _Choice:
 def echo_entries(prompt: Prompt, text: TextService) -> list[Entry]:
     """The prompt's tokens with their log probabilities (the first has none) and offsets into its text."""
     entries = []
-    offset = 0
+    # Control tokens have no text. A tokeniser that puts a space before the text says more than the text does.
+    widths = [_num_chars(text.token_bytes(t)) if text.decode((t,)) else 0 for t in prompt.request.prompt]
+    offset = min(0, len(prompt.text) - sum(widths))
     logprobs: Sequence[TokenLogprob | None] = [None, *prompt.logprobs]
     for position, token in enumerate(prompt.request.prompt):
         data = text.token_bytes(token)
         logprob = logprobs[position] if position < len(logprobs) else None
-        # A character begins at every byte but 10xxxxxx. A token that begins inside one is at that character.
-        inside = data[:1] and data[0] & 0xC0 == 0x80
-        entries.append(Entry(token, data, logprob, max(0, offset - 1) if inside else offset))
-        if text.decode((token,)):  # control tokens have no text
-            offset += sum(byte & 0xC0 != 0x80 for byte in data)
+        begins_inside = bool(data) and data[0] & 0xC0 == 0x80  # a character: it is at that character
+        entries.append(Entry(token, data, logprob, max(0, offset - begins_inside)))
+        offset += widths[position]
     return entries
+
+
+def _num_chars(data: bytes) -> int:
+    """Characters that begin in these bytes: at every byte but 10xxxxxx."""
+    return sum(byte & 0xC0 != 0x80 for byte in data)
 
 
 class Generation:
@@ -213,6 +218,8 @@ class Generation:
         self._serving = serving
         self._mailbox = _Mailbox()
         self._pumps: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
+        self._has_said = False
         self._choices = [
             _Choice(
                 p * ask.n + j,
@@ -250,11 +257,11 @@ class Generation:
     async def next(self, quiet_s: float | None = None) -> list[Piece] | None:
         """The next pieces, at most one per choice, by index; [] after ``quiet_s`` of silence; None at the end.
 
-        Raises the error of the first choice that failed."""
+        Raises the error of the first choice that failed: after what came before it, or at once if nothing did yet."""
         if all(choice.finish is not None for choice in self._choices):
             return None
         pieces: dict[int, Piece] = {}
-        while not pieces:  # what comes for a choice that a stop string has ended makes no piece
+        while not pieces and self._failure is None:  # chunks of a choice that a stop string ended make no piece
             arrived = await self._mailbox.take(quiet_s)
             if not arrived:
                 return []
@@ -262,7 +269,10 @@ class Generation:
                 if isinstance(item, Chunk):
                     await self._take(prompt, item, pieces)
                 elif any(choice.finish is None for choice in self._of(prompt)):
-                    raise item
+                    self._failure = self._failure or item
+        if self._failure is not None and not (pieces and self._has_said):
+            raise self._failure
+        self._has_said = True
         return [pieces[index] for index in sorted(pieces)]
 
     def _of(self, prompt: int) -> list[_Choice]:
@@ -276,7 +286,8 @@ class Generation:
         piece = pieces.get(choice.index) or Piece(choice.index, entries=[])
         if choice.take(chunk, piece):
             await self._serving.cancel(self.prompts[prompt].request.request_id, chunk.index)
-        if not was_over:
+        self._failure = self._failure or choice.failure
+        if not was_over and (chunk.tokens or choice.failure is None):
             pieces[choice.index] = piece
 
     async def settle(self) -> Usage:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from ai_engine.ports.serving import Chunk, GenerateRequest, TokenLogprob, Usage
+from ai_engine.ports.text import Encoded
 from ai_engine.testing import ScriptedServing, answer
 from ai_engine.testing.serving import fake_logprob
 from ai_engine.testing.text import BOS_ID
@@ -489,3 +490,19 @@ async def test_stop_tokens_are_counted_hidden_and_named() -> None:
 
 async def test_text_held_for_a_stop_comes_out_at_the_end() -> None:
     assert (await client(saying("a STO")).chat(stop="STOP", stream=True)).text() == "a STO"
+
+
+async def test_offsets_of_an_echo_ignore_a_space_that_the_tokeniser_puts_first() -> None:
+    class Sentencepiece(ByteText):
+        """Token 65 stands for " Hi", as the first token of a prompt in such models."""
+
+        def token_bytes(self, token: int) -> bytes:
+            return b" Hi" if token == 65 else super().token_bytes(token)
+
+        async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
+            return Encoded([65, *text.removeprefix("Hi").encode()])
+
+    reply = await client(ScriptedServing(scored), text=Sentencepiece()).complete(prompt="Hi you", echo=True, logprobs=0)
+    logprobs = reply.json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:4] == [" Hi", " ", "y", "o"]
+    assert logprobs["text_offset"][:4] == [0, 2, 3, 4]

@@ -295,6 +295,24 @@ async def test_a_failure_later_fails_a_whole_answer() -> None:
     assert code_of(await client(serving).chat(), 500) == "engine_error"
 
 
+async def test_what_was_said_before_a_failure_is_sent_first() -> None:
+    class Merging(ScriptedServing):
+        """Serving's stream merges chunks, so the last tokens may come with the failure."""
+
+        async def submit(self, request: GenerateRequest) -> Any:
+            async def chunks() -> Any:
+                yield answer(request, b"abc")[0]
+                await asyncio.sleep(0.01)
+                yield Chunk(request_id=request.request_id, tokens=[98])
+                yield Chunk(request_id=request.request_id, tokens=[99], finish="failed", error_message="boom")
+
+            return chunks()
+
+    reply = await client(Merging()).chat(stream=True)
+    assert "".join(e["choices"][0]["delta"]["content"] for e in reply.events()[:-1]) == "abc"
+    assert reply.events()[-1]["error"]["message"] == "boom"
+
+
 async def test_one_failed_choice_ends_the_others() -> None:
     def script(request: GenerateRequest) -> list[Any]:
         return [answer(request, b"ab")[0], Chunk(request_id=request.request_id, index=1, finish="failed"), HANG]
