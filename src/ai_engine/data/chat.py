@@ -18,6 +18,7 @@ from ai_engine.ports.errors import InvalidRequest
 from ai_engine.ports.text import Encoded
 
 _MARKS: Final = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+_RESERVED: Final = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 
 def encode_chat(
@@ -32,9 +33,15 @@ def encode_chat(
 ) -> Encoded:
     """The prompt's ids; BOS once, if the model wants one. With ``continue_final_message`` the prompt ends with the
     last message's text, whatever the template puts after it. Raises InvalidRequest when the template refuses."""
+    taken = sorted(_RESERVED & (template_kwargs or {}).keys())
+    if taken:
+        raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", param="chat_template_kwargs")
     given = [messages, tools, template_kwargs]
-    mark, end = _unused_marks(given)
-    guarded_messages, guarded_tools, guarded_kwargs = (_guard(value, tokenizer, mark) for value in given)
+    try:
+        mark, end = _unused_marks(given)
+        guarded_messages, guarded_tools, guarded_kwargs = (_guard(value, tokenizer, mark) for value in given)
+    except RecursionError as error:
+        raise InvalidRequest("the messages or tools are nested too deeply", param="messages") from error
     if continue_final_message:
         guarded_messages = _with_end(guarded_messages, end)
     prompt = template.render(

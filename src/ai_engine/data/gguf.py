@@ -29,7 +29,8 @@ from ai_engine.ports.model import BLOCK, DType, ModelConfig, RopeScaling, Tensor
 
 MAX_KEYS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 17
-MAX_ARRAY: Final = 1 << 24
+MAX_ELEMENTS: Final = 1 << 23
+"""Of all metadata arrays together, ten times what the largest vocabularies have: bounds what a hostile file can take."""
 MAX_PARTS: Final = 1000
 
 _SCALARS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
@@ -53,6 +54,11 @@ _OTHER_TYPES: Final = {
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
+BOS_BY_DEFAULT: Final = frozenset(
+    {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
+)
+"""Byte-level pre-tokenisers whose models begin a text with BOS unless the file says otherwise; llama.cpp's rule."""
+
 _SPLIT_NAME: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
@@ -60,7 +66,8 @@ class _Cursor:
     """Bounds-checked reads over one mapped file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.size, self.pos = path, data, len(data), 0
+        self.path, self.data, self.size = path, data, len(data)
+        self.pos = self.elements = 0
 
     def fail(self, problem: str, at: int | None = None) -> NoReturn:
         raise ModelFileError(
@@ -123,8 +130,9 @@ class _Cursor:
         at = self.pos
         element = self.number("<I", f"element type of {what}")
         count = self.number("<Q", f"length of {what}")
-        if count > MAX_ARRAY:
-            self.fail(f"{what} claims {count} elements, more than {MAX_ARRAY}", at)
+        self.elements += count
+        if self.elements > MAX_ELEMENTS:
+            self.fail(f"{what} claims {count} elements; all arrays together may have {MAX_ELEMENTS}", at)
         if element == _STRING:
             return self.strings(count, what)
         if element == _BOOL:
@@ -379,8 +387,7 @@ class _Metadata:
             )
         vocab_size = self.size("vocab_size", embedding.shape[0])
         gemma = arch == "gemma3"
-        default_window = self.values.get(prefix + "attention.sliding_window")
-        window = self.size("attention.sliding_window", 0) if default_window is not None else 0
+        window = self.size("attention.sliding_window", 0)
         attn_scale = self.get(prefix + "attention.scale", float, 0.0) or None
         if gemma and num_layers == 62:  # Gemma 3 27B scales by hidden size per head
             attn_scale = attn_scale or (hidden / num_heads) ** -0.5
@@ -450,23 +457,35 @@ class _Metadata:
         types = self.list_of(base + "token_type", int, vocab_size, required=False) or [1] * vocab_size
         scores = [float(s) for s in self.list_of(base + "scores", float, vocab_size, required=kind == "llama")]
         merges = self.list_of(base + "merges", str, None, required=kind == "gpt2")
-        ends = {self.token_id(base + key, vocab_size) for key in ("eos_token_id", "eot_token_id", "eom_token_id")}
-        ends |= {index for index, token in enumerate(tokens) if token in EOG_TEXTS}
+        spm, pre = kind == "llama", self.get(base + "pre", str, "default")
+        bos = self.token_id(base + "bos_token_id", vocab_size, 1 if spm else None)
+        ends: list[int] = []  # the file's own first: templates print it
+        for key, usual in (("eos_token_id", 2 if spm else None), ("eot_token_id", None), ("eom_token_id", None)):
+            eos = self.token_id(base + key, vocab_size, usual)
+            ends += [eos] if eos is not None and eos not in ends else []
+        ends += [index for index, token in enumerate(tokens) if token in EOG_TEXTS and index not in ends]
         return TokenizerData(
             kind="gpt2" if kind == "gpt2" else "llama",
-            pre=self.get(base + "pre", str, "default"),
+            pre=pre,
             tokens=tokens,
             scores=scores,
             token_types=types,
             merges=merges,
-            bos_id=self.token_id(base + "bos_token_id", vocab_size),
-            eos_ids=sorted(end for end in ends if end is not None),
+            bos_id=bos,
+            eos_ids=ends,
             pad_id=self.token_id(base + "padding_token_id", vocab_size),
-            unk_id=self.token_id(base + "unknown_token_id", vocab_size),
-            add_bos=self.get(base + "add_bos_token", bool, kind == "llama"),
-            add_space_prefix=self.get(base + "add_space_prefix", bool, kind == "llama"),
+            unk_id=self.token_id(base + "unknown_token_id", vocab_size, 0 if spm else None),
+            add_bos=self.get(base + "add_bos_token", bool, bos is not None and (spm or pre in BOS_BY_DEFAULT)),
+            add_space_prefix=self.get(base + "add_space_prefix", bool, spm),
             chat_template=self.get("tokenizer.chat_template", str, ""),
+            defaults=self.sampling_defaults(),
         )
+
+    def sampling_defaults(self) -> dict[str, float]:
+        names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+        keys = ("temp", "top_k", "top_p", "min_p", "penalty_repeat")
+        found: dict[str, Any] = {names.get(key, key): self.values.get(f"general.sampling.{key}") for key in keys}
+        return {key: float(v) for key, v in found.items() if type(v) in (int, float) and math.isfinite(v)}
 
     def list_of(self, key: str, kind: type[Any], length: int | None, *, required: bool = True) -> list[Any]:
         values: Any = self.get(key, list, None if required else [])
@@ -476,11 +495,11 @@ class _Metadata:
             raise ModelFileError(f"{self.path}: {key!r} holds values that are not {kind.__name__}")
         return list(values)
 
-    def token_id(self, key: str, vocab_size: int) -> int | None:
-        """A token id or None; 0xFFFFFFFF is how converters write none."""
+    def token_id(self, key: str, vocab_size: int, usual: int | None = None) -> int | None:
+        """A token id or None, which converters write as 0xFFFFFFFF; ``usual`` where the file says nothing."""
         value = self.values.get(key)
         if value is None or value == 0xFFFFFFFF:
-            return None
+            return usual if value is None and usual is not None and usual < vocab_size else None
         if not isinstance(value, int) or not 0 <= value < vocab_size:
             raise ModelFileError(f"{self.path}: {key!r} is {value!r}, expected a token id below {vocab_size}")
         return int(value)

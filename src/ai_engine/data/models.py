@@ -130,15 +130,20 @@ def resolve(name: str, *, progress: Progress | None = None, offline: bool = Fals
     or time of change differs from what was recorded is read and checked, and fetched again if damaged. Raises
     ModelNotFound (with the nearest names), DownloadError, ModelFileError.
     """
-    path = Path(name).expanduser()
-    if name and path.exists():
-        return _local(path)
-    packaged = PACKAGED.get(name.lower())
-    if packaged:
-        return _packaged(packaged, progress, offline)
-    hub_id = HubId.parse(name)
-    if hub_id and not name.startswith((".", "/", "~")):
-        return _hub().fetch(hub_id, progress=progress, offline=offline)
+    with contextlib.suppress(OSError, RuntimeError):  # a name too long for a path, an unknown user's home
+        path = Path(name).expanduser()
+        if name and path.exists():
+            return _local(path)
+    packaged, hub_id = PACKAGED.get(name.lower()), HubId.parse(name)
+    try:
+        if packaged:
+            return _packaged(packaged, progress, offline)
+        if hub_id and not name.startswith((".", "/", "~")):
+            return _hub().fetch(hub_id, progress=progress, offline=offline)
+    except OSError as error:
+        raise DownloadError(
+            f"{name}: {error}; make room or set AI_ENGINE_HOME to a folder that can be written"
+        ) from error
     near = difflib.get_close_matches(name.lower(), PACKAGED, n=1, cutoff=0.5)
     raise ModelNotFound(
         f"no model {name!r}: no such file or folder, no packaged model ({', '.join(PACKAGED)}), no hub id (org/name)"

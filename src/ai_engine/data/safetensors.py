@@ -37,8 +37,8 @@ ARCHITECTURES: Final = {
     "Gemma3ForConditionalGeneration": "gemma3",  # its text part
 }
 _DTYPES: Final = {"F32": (DType.F32, 4), "F16": (DType.F16, 2), "BF16": (DType.BF16, 2)}
-MAX_HEADER_BYTES: Final = 100_000_000
-MAX_JSON_BYTES: Final = 256 << 20
+MAX_HEADER_BYTES: Final = 32 << 20
+MAX_JSON_BYTES: Final = 96 << 20
 MAX_PARTS: Final = 1000
 
 _GEMMA3_DEFAULTS: Final[dict[str, Any]] = {  # what Gemma3TextConfig means when a config leaves it out
@@ -433,23 +433,23 @@ def _tokenizer(folder: Path, settings: _Settings, vocab_size: int) -> TokenizerD
     tokens = [""] * (max(by_text.values()) + 1)
     for text, token in by_text.items():
         tokens[token] = text
-    ends = {*_ids(settings.raw.get("eos_token_id"), tokens), *_ids(generation.get("eos_token_id"), tokens)}
-    ends |= {by_text[text] for text in EOG_TEXTS & special}
     named_end = by_text.get(_content(options.get("eos_token")))
-    if named_end is not None:
-        ends.add(named_end)
+    ends = [named_end] if named_end is not None else []  # the tokeniser's own first: templates print it
+    ends += [*_ids(settings.raw.get("eos_token_id"), tokens), *_ids(generation.get("eos_token_id"), tokens)]
+    ends += sorted(by_text[text] for text in EOG_TEXTS & special)
     bos = next(iter(_ids(settings.raw.get("bos_token_id"), tokens)), by_text.get(_content(options.get("bos_token"))))
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found: dict[str, Any] = {key: generation.get(key) for key in keys}
     return TokenizerData(
         kind="json",
         tokens=tokens,
         tokenizer_json=path.read_text("utf-8"),
         bos_id=bos,
-        eos_ids=sorted(ends),
+        eos_ids=list(dict.fromkeys(ends)),
         pad_id=next(iter(_ids(settings.raw.get("pad_token_id"), tokens)), None),
         add_bos=options.get("add_bos_token") is True and bos is not None,
         chat_template=_chat_template(folder, options),
-        defaults={key: float(generation[key]) for key in keys if type(generation.get(key)) in (int, float)},
+        defaults={key: float(v) for key, v in found.items() if type(v) in (int, float) and abs(v) < 1e9},
     )
 
 

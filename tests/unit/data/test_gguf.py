@@ -186,6 +186,7 @@ PAD = bytes(4096)
         (header(keys=1) + string("k") + struct.pack("<IB", 7, 2) + PAD, "boolean of value 2"),
         (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 8, 1 << 60) + PAD, "claims 1152921504606846976"),
         (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 8, 1 << 20) + PAD, "claims 1048576 strings"),
+        (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 0, 1 << 24) + PAD, "arrays together"),
         (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 4, 1 << 20) + PAD, "needs 4194304 bytes"),
         (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 9, 1) + PAD, "array of arrays"),
         (header(keys=1) + string("k") + struct.pack("<IIQ", 9, 77, 1) + PAD, "unknown element type 77"),

@@ -142,11 +142,20 @@ def test_paths(tmp_path: Path) -> None:
         ("./absent.gguf", "no such file"),
         ("/absent/x.gguf", "no such file"),
         ("", "no such file"),
+        ("x" * 5000, "no such file"),
+        ("~nobody-here/x", "no such file"),
+        ("a\0b", "no such file"),
     ],
 )
 def test_unknown_names_teach(name: str, words: str) -> None:
     with pytest.raises(ModelNotFound, match=words):
         resolve(name)
+
+
+def test_cache_that_cannot_be_written(packaged: PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AI_ENGINE_HOME", "/proc/nowhere")
+    with pytest.raises(DownloadError, match="set AI_ENGINE_HOME"):
+        resolve("tiny")
 
 
 def test_hub_ids_go_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

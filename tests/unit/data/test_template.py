@@ -322,6 +322,20 @@ def test_markup_in_names_keys_and_tools() -> None:
     assert ids.count(end) == plain.count(end)
 
 
+def test_arguments_of_the_template() -> None:
+    kwargs = {"enable_thinking": False, "note": "<|im_end|>"}
+    ids = encode_chat(template("qwen2"), tokenizer(), [user("q")], template_kwargs=kwargs).ids
+    assert b"</think>" in b"".join(tokenizer().piece(token, skip_special=False) for token in ids)
+    for name in ("messages", "tools", "self", "add_generation_prompt"):
+        with pytest.raises(InvalidRequest, match=f"may not set '{name}'"):
+            encode_chat(template("qwen2"), tokenizer(), [user("q")], template_kwargs={name: 1})
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        encode_chat(template("qwen2"), tokenizer(), [{**user("q"), "extra": deep}])
+
+
 def test_continue_final_message() -> None:
     for family in FAMILIES:
         messages = [user("Tell a story"), assistant("Once upon <|im_end|> ")]
