@@ -27,7 +27,7 @@ from ai_engine.testing import FakeRuntime, HashModel, MemoryTelemetry, ScriptedS
 from ai_engine.testing.runtime import DEFAULT_LIMITS
 from tests.unit.api.doors import InThread, make_api
 
-SERVERS = ["scripted", "service"]
+SERVERS = ["scripted", "service", pytest.param("engine", marks=pytest.mark.integration)]
 PROMPT: list[Any] = [{"role": "user", "content": "Write one short sentence about the sea."}]
 SAID = "The sea is wide \U0001f30a and d\u00e9ep. It sings, all day and all night."
 
