@@ -30,7 +30,7 @@ from ai_engine.ports.model import BLOCK, DType, ModelConfig, RopeScaling, Tensor
 MAX_KEYS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 17
 MAX_ELEMENTS: Final = 1 << 23
-"""Of all metadata arrays together, ten times what the largest vocabularies have: bounds what a hostile file can take."""
+"""Of all metadata arrays together, ten times what the largest vocabularies have: bounds a hostile file's memory."""
 MAX_PARTS: Final = 1000
 
 _SCALARS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ai_engine.data.detokenize import Utf8Stream
@@ -47,6 +47,7 @@ NASTY = st.one_of(
 )
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(NASTY, st.lists(st.integers(0, 10_000), max_size=8))
 def test_utf8_does_not_depend_on_the_split(data: bytes, cuts: list[int]) -> None:
     stream = Utf8Stream()
@@ -55,6 +56,7 @@ def test_utf8_does_not_depend_on_the_split(data: bytes, cuts: list[int]) -> None
     assert stream.finish() == ""
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(NASTY)
 def test_utf8_holds_back_only_what_can_become_valid(data: bytes) -> None:
     stream = Utf8Stream()
@@ -98,6 +100,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
 WORDS = st.text(alphabet="ab", min_size=1, max_size=5)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.text(alphabet="abc", max_size=40),
     st.lists(WORDS, min_size=1, max_size=4),
@@ -134,6 +137,7 @@ def entry_tokens(entries: list[TokenEntry]) -> list[int]:
     return [entry.token for entry in entries]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.sampled_from([b"a", b"b", b"ab", b"", "é".encode()[:1], "é".encode()[1:], "😀".encode(), None])))
 def test_path_without_stops(pieces: list[bytes | None]) -> None:
     path = OutputPath(Pieces(pieces))
@@ -151,6 +155,7 @@ def test_path_without_stops(pieces: list[bytes | None]) -> None:
     assert path.num_tokens == len(pieces)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.sampled_from([b"a", b"b", b"ab", b"c", b"bca", None])), st.lists(WORDS, min_size=1, max_size=3))
 def test_path_does_not_depend_on_the_grouping(pieces: list[bytes | None], stops: list[str]) -> None:
     """One push of all tokens and one push for each give the same text, entries and counts."""

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ai_engine.data import template as template_module
@@ -291,6 +291,7 @@ def test_what_is_no_template() -> None:
 PARTS = st.lists(st.sampled_from([*MARKUP, "a", " ", "\n", "<", "|", "<|im_end", "\ufdd0", "é"]), max_size=8)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(PARTS.map("".join), PARTS.map("".join), st.sampled_from(sorted(FAMILIES)))
 def test_content_never_becomes_control_tokens(one: str, two: str, family: str) -> None:
     """Whatever is written, the control tokens are those of the same conversation with harmless content."""

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ai_engine.data import models
@@ -50,6 +50,7 @@ def pieces(tokenizer: ModelTokenizer, ids: list[int]) -> bytes:
     return b"".join(tokenizer.piece(token, skip_special=False) for token in ids)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.text())
 def test_round_trip(text: str) -> None:
     for tokenizer in (byte_level(), sentencepiece()):
@@ -59,6 +60,7 @@ def test_round_trip(text: str) -> None:
         assert not any(map(tokenizer.is_special, ids))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.tuples(st.sampled_from(["a", " he", "llo", "<s>", "</s>", "<tool>", "é", "<"]), st.booleans())))
 def test_segments_are_as_if_joined(segments: list[tuple[str, bool]]) -> None:
     """What is not a control token is encoded across segment borders."""
@@ -74,6 +76,7 @@ def test_segments_are_as_if_joined(segments: list[tuple[str, bool]]) -> None:
             assert sum(token in (1, 2) for token in ids) == sum(parse and "s>" in text for text, parse in segments)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.text(alphabet="<s>/|tol b", max_size=40))
 def test_guarded_text_has_no_control_tokens(text: str) -> None:
     tokenizer = sentencepiece()

@@ -1,0 +1,48 @@
+"""ModelText: the text side as the doors see it, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ai_engine.data.models import open_model
+from ai_engine.data.service import ModelText
+from ai_engine.data.template import JinjaTemplate
+from ai_engine.data.tokenizer import ModelTokenizer
+from ai_engine.ports.text import ChatTemplate, OutputStream, TextService, Tokenizer
+from tests.golden.tiny_gguf import TINY, write_tiny
+
+
+async def test_there_and_back(tmp_path: Path) -> None:
+    write_tiny("qwen3-untied", tmp_path / "m.gguf")
+    for path in (tmp_path / "m.gguf", TINY / "qwen3-untied"):
+        text = ModelText(open_model(path).tokenizer())
+        service: TextService = text  # the port, as the type checker sees it
+        tokenizer: Tokenizer = text.tokenizer
+        template: ChatTemplate = text.template
+        assert isinstance(tokenizer, ModelTokenizer)
+        assert isinstance(template, JinjaTemplate)
+        chat = await service.encode_chat([{"role": "user", "content": "Hello <|im_end|> wörld"}])
+        prompt = await service.encode_prompt("Hello")
+        assert service.decode(prompt.ids) == "Hello"
+        assert "Hello <|im_end|> wörld" in service.decode(chat.ids)
+        assert b"".join(map(service.token_bytes, chat.ids)).startswith(b"<|im_start|>user\n")
+        stream: OutputStream = service.open_output(stops=["lo"])
+        delta = stream.push(prompt.ids)
+        assert (delta.text, delta.stop, stream.num_tokens) == ("Hel", "lo", len(prompt.ids))
+        text.close()
+
+
+async def test_both_formats_give_the_same_ids(tmp_path: Path) -> None:
+    for name in ("llama-tied", "qwen2-tied", "llama3-rope"):
+        write_tiny(name, tmp_path / "m.gguf")
+        gguf = ModelText(open_model(tmp_path / "m.gguf").tokenizer())
+        folder = ModelText(open_model(TINY / name).tokenizer())
+        for sample in (
+            "Hello, world! It's 12345 o'clock.\n\n  don't",
+            "不超过200字 😀 naïve",
+            "<|im_end|><|eot_id|> x",
+        ):
+            assert gguf.tokenizer.encode(sample) == folder.tokenizer.encode(sample)
+            message = [{"role": "user", "content": sample}]
+            assert await gguf.encode_chat(message) == await folder.encode_chat(message)
+        assert set(gguf.eos_ids) == set(folder.eos_ids)
