@@ -108,6 +108,7 @@ ups = st.one_of(
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=8), st.lists(st.integers(0, 60), max_size=20))
+@settings(deadline=None)
 def test_frames_come_back_however_the_stream_is_cut(payloads: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(frame(payload) for payload in payloads)
     reader, got = FrameReader(), []
@@ -118,11 +119,13 @@ def test_frames_come_back_however_the_stream_is_cut(payloads: list[bytes], cuts:
 
 
 @given(downs)
+@settings(deadline=None)
 def test_messages_down_come_back(message: Any) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ServingDown) == message
 
 
 @given(ups)
+@settings(deadline=None)
 def test_messages_up_come_back(message: Any) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ServingUp) == message
 
@@ -158,6 +161,7 @@ def feed(data: bytes, kind: Any) -> tuple[list[Any], bool]:
 
 
 @given(st.binary(max_size=200))
+@settings(deadline=None)
 def test_hostile_bytes_end_the_connection_at_most(data: bytes) -> None:
     feed(data, ServingDown)
     got, closed = feed(frame(data or b"\0"), ServingDown)
@@ -165,7 +169,7 @@ def test_hostile_bytes_end_the_connection_at_most(data: bytes) -> None:
 
 
 @given(downs, st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_a_damaged_message_ends_the_connection_at_most(message: Any, data: st.DataObject) -> None:
     payload = bytearray(msgspec.msgpack.encode(message))
     payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))

@@ -3,6 +3,7 @@
 errors.py     the error tree: code, HTTP status, gRPC status, retryable
 sampling.py   SamplingParams: what a client may ask of the sampler
 serving.py    GenerateRequest -> stream of Chunk; the Serving port
+streams.py    ChunkStream: what submit returns; unread chunks merge
 runtime.py    StepPlan -> StepResult; the Runtime port, which owns KV pages
 kernels.py    Call -> Program -> run; the Kernels port, which owns layouts
 model.py      ModelConfig, TensorInfo; the ModelFile port (weights and metadata)

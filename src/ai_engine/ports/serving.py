@@ -38,6 +38,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Of one choice. The prompt is counted once, on choice 0: the choices of a request add up."""
+
     prompt_tokens: int
     completion_tokens: int  # the end-of-sequence token counts
     cached_tokens: int = 0

@@ -187,7 +187,7 @@ class Service:
             reason=reason,
             queued_requests=self.queued_requests,
             queued_tokens=self.queued_tokens,
-            running_requests=len(self._buffers) - self.queued_requests,
+            running_requests=max(0, len(self._buffers) - self.queued_requests),
         )
 
     def _not_ready_because(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ai_engine.ports.serving import Chunk, TokenLogprob, Usage
@@ -37,6 +37,7 @@ def test_shares_are_by_tokens_not_by_requests() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.integers(0, 2), st.booleans()), max_size=40))
+@settings(deadline=None)
 def test_everyone_leaves_once_in_order_of_priority(items: list[tuple[str, int, int, bool]]) -> None:
     queue: FairQueue[int] = FairQueue()
     for i, (tenant, cost, priority, _) in enumerate(items):
@@ -107,6 +108,7 @@ def test_long_decode_does_not_unlearn_what_prefill_costs() -> None:
 
 
 @given(st.floats(0, 1), st.integers(0, 100), st.integers(0, 100_000))
+@settings(deadline=None)
 def test_rows_within_is_what_predict_says(seconds: float, rows: int, depth: int) -> None:
     model = CostModel()
     load = Load()
