@@ -11,14 +11,17 @@ threads share the blocks of one row and meet at a barrier after each phase:
     logprobs  sum of exp(x - max) and the best tokens, of the untouched logits   (where asked for)
     adjust    bias and penalties in place, originals kept for the logprob        (where there are any)
     rescan    largest allowed logit                                              (after adjust, or with a mask)
+    list      the heaviest weights, as low as a list of MAX_LISTED reaches       (with a filter)
     select    top_k, then top_p: radix select over the weights' bits             (where they are on)
     draw      sum of the kept weights per block; the block, then the token, where the draw falls
 
-Greedy rows stop after the scans. Equal weights are taken by rising id.
+Greedy rows stop after the scans. Where a filter keeps nothing that is not listed, which is the rule, the list replaces
+the last two phases. Equal weights are taken by rising id.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +38,11 @@ MAX_VOCAB = BLOCK * MAX_BLOCKS
 MAX_PARTS = 16  # threads that share a row
 BUCKETS = 1032  # of a histogram; 1025 are used, as the best token's weight is 2**30 itself
 HISTOGRAM_BYTES = 16 * BUCKETS  # i64 count, i64 weight
+BUFFERS = 2  # a thread may clear one histogram while another still reads the one before
+CUTS = (1, 1 << 8, 1 << 14, 1 << 18, 1 << 22, 1 << 26)  # a list holds all weights from one of these up
+MAX_LISTED = 4096  # entries of a part's list
+LIST_BYTES = 64 + 8 * MAX_LISTED  # i64: count, weight of all, estimates for each cut; i32 weights, i32 tokens
+PART_BYTES = BUFFERS * HISTOGRAM_BYTES + LIST_BYTES
 DEAD = -21.6  # (z - max) / temperature below this: weight 0
 NEVER = (1 << 63) - 1
 
@@ -54,7 +62,6 @@ def _area_layout() -> int:
         ("ties", "i64", MAX_BLOCKS),
         ("top_value", "f32", MAX_PARTS * 32),
         ("top_token", "i32", MAX_PARTS * 32),
-        ("histogram", "i64", 0),
     ):
         _AREA[name] = (ty, end)
         end += count * (8 if ty == "i64" else 4)
@@ -67,7 +74,7 @@ AREA_BYTES = _area_layout()
 def workspace_bytes(target: Target, max_rows: int, vocab_size: int) -> int:
     """Shared working memory, then the originals of adjusted logits (touched only there): f32[max_rows, vocab_size]."""
     del target
-    return AREA_BYTES + MAX_PARTS * 2 * HISTOGRAM_BYTES + 4 * max_rows * vocab_size
+    return AREA_BYTES + MAX_PARTS * PART_BYTES + 4 * max_rows * vocab_size
 
 
 def sample_args(
@@ -83,7 +90,7 @@ def sample_args(
     del target, max_rows
     assert 0 < vocab_size <= MAX_VOCAB, vocab_size
     assert logits_stride >= vocab_size, (logits_stride, vocab_size)
-    saved = workspace + AREA_BYTES + MAX_PARTS * 2 * HISTOGRAM_BYTES
+    saved = workspace + AREA_BYTES + MAX_PARTS * PART_BYTES
     return sample.name, sample.args.pack(
         logits=logits, stride=logits_stride, vocab=vocab_size, area=workspace, saved=saved
     )
@@ -287,16 +294,6 @@ def _emit_histogram(
     h[1] = h[1] + (count.v * (prefix << known) + k.reduce_add(rest.v).zext("i64"))
 
 
-def _emit_total(k: Kernel, histogram: Value, parts: Value) -> Value:
-    """The weight of all buckets of all parts."""
-    total = k.var(k.i64(0))
-    with k.loop(0, parts) as part:
-        h = k.array(histogram + part * (2 * HISTOGRAM_BYTES), "i64")
-        with k.loop(0, BUCKETS) as bucket:
-            total.v = total.v + h[bucket * 2 + 1]
-    return total.v
-
-
 def _emit_cross(k: Kernel, histogram: Value, parts: Value, state: Value) -> None:
     """Go down the buckets, adding {count, weight} to state[0..1], until count reaches state[2] or weight state[3];
     state[4] is that bucket, which is not added, or -1."""
@@ -309,7 +306,7 @@ def _emit_cross(k: Kernel, histogram: Value, parts: Value, state: Value) -> None
             stop_if(at.v < 0)
             count, weight = k.var(k.i64(0)), k.var(k.i64(0))
             with k.loop(0, parts) as part:
-                h = k.array(histogram + (part * (2 * HISTOGRAM_BYTES) + at.v * 16), "i64")
+                h = k.array(histogram + (part * PART_BYTES + at.v * 16), "i64")
                 count.v = count.v + h[0]
                 weight.v = weight.v + h[1]
             new_count, new_weight = s[0] + count.v, s[1] + weight.v
@@ -318,6 +315,116 @@ def _emit_cross(k: Kernel, histogram: Value, parts: Value, state: Value) -> None
             stop_if(crossed)
             s[0], s[1] = new_count, new_weight
         leave_if(k.const(1, "i1"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of the heaviest weights
+
+
+def _emit_tally(
+    k: Kernel, logits: Value, vocab: Value, mask: Value, mask_step: Value, block: Value,
+    top: Value, inverse: Value, list_: Value,
+) -> None:  # fmt: skip
+    """Add to the list's estimates how many weights of a block reach each cut, more or less."""
+    row = _Row(k, logits, vocab, mask, mask_step)
+    tallies = [k.var(k.i32(0, row.lanes)) for _ in CUTS]
+
+    def body(x: Value, i: Value) -> None:
+        u = (x - top) * inverse
+        for tally, cut in zip(tallies, CUTS, strict=True):
+            reaches = DEAD if cut == 1 else math.log(cut / ops.WEIGHT_ONE)
+            tally.v = tally.v - (u > reaches).sext("i32")
+
+    row.scan(block, body, masked=True)
+    estimates = k.array(list_, "i64").shift(2)
+    for i, tally in enumerate(tallies):
+        estimates[i] = estimates[i] + k.reduce_add(tally.v).zext("i64")
+
+
+def _emit_list(
+    k: Kernel, logits: Value, vocab: Value, mask: Value, mask_step: Value, block: Value,
+    top: Value, inverse: Value, cut: Value, list_: Value,
+) -> None:  # fmt: skip
+    """Append a block's weights >= cut; the count goes on when the list is full. Add up all weights."""
+    row = _Row(k, logits, vocab, mask, mask_step)
+    n = row.lanes
+    limit, lanes, header = k.splat(cut.trunc("i32"), n), _stack(k, 64), k.array(list_, "i64")
+    weights = k.array(list_ + 64, "i32")
+    tokens = weights.shift(MAX_LISTED)
+    low, high, count = k.var(k.i32(0, n)), k.var(k.i32(0, n)), k.var(header[0])
+
+    def body(x: Value, i: Value) -> None:
+        w, alive = _weights(k, x, top, inverse)
+        with k.if_(_any(k, alive)):
+            low.v = low.v + (w & 0xFFFF)
+            high.v = high.v + w.lshr(16)
+            heavy = _mask_bits(k, w >= limit)
+            with k.if_(heavy.ne(0)):
+                k.store(lanes, w)
+
+                def lane(at: Value) -> None:
+                    to = k.min(count.v, MAX_LISTED - 1)
+                    weights[to], tokens[to] = k.array(lanes, "i32")[at], (i + at).trunc("i32")
+                    count.v = count.v + 1
+
+                _for_bits(k, heavy, lane)
+
+    row.scan(block, body, masked=True)
+    header[0] = count.v
+    header[1] = header[1] + (k.reduce_add(high.v).zext("i64") << 16) + k.reduce_add(low.v).zext("i64")
+
+
+def _emit_list_sums(k: Kernel, lists: Value, parts: Value, least: Value, sums: Value) -> None:
+    """sums = {count, weight} of listed weights >= least, of all parts."""
+    n = max(8, k.lanes)
+    limit = k.splat(least.trunc("i32"), n)
+    out = k.array(sums, "i64")
+    out[0], out[1] = 0, 0
+    with k.loop(0, parts) as part:
+        start = lists + part * PART_BYTES
+        length, weights = k.load(start, "i64"), k.array(start + 64, "i32")
+        count, low, high = k.var(k.i64(0)), k.var(k.i32(0, n)), k.var(k.i32(0, n))
+        with k.loop(0, length, n) as i:
+            w = weights.load(i, n)
+            taken = (w >= limit) & k.lane_mask(length - i, n)
+            kept = k.select(taken, w, 0)
+            count.v = count.v + k.popcount(_mask_bits(k, taken))
+            low.v = low.v + (kept & 0xFFFF)
+            high.v = high.v + kept.lshr(16)
+        out[0] = out[0] + count.v
+        out[1] = out[1] + (k.reduce_add(high.v).zext("i64") << 16) + k.reduce_add(low.v).zext("i64")
+
+
+def _emit_list_threshold(k: Kernel, lists: Value, parts: Value, count: Value, weight: Value, state: Value) -> None:
+    """state[0] = the largest t such that the listed weights >= t are ``count`` or weigh ``weight``; state[1..2] = count
+    and weight of those > t. There is such a t."""
+    s = k.array(state, "i64")
+    t, bit = k.var(k.i64(0)), k.var(k.i64(1 << 30))
+    sums = state + 8
+    with k.forever() as leave_if:
+        k.call("sample_list_sums", _emit_list_sums, lists, parts, t.v + bit.v, sums)
+        t.v = t.v + k.select((s[1] >= count) | (s[2] >= weight), bit.v, 0)
+        bit.v = bit.v.lshr(1)
+        leave_if(bit.v.eq(0))
+    k.call("sample_list_sums", _emit_list_sums, lists, parts, t.v + 1, sums)
+    s[0] = t.v
+
+
+def _emit_list_locate(k: Kernel, lists: Value, parts: Value, threshold: Value, ties: Value, r: Value) -> Value:
+    """The listed token at which the running sum of kept weights exceeds r."""
+    found, left, rest = k.var(k.i64(-1)), k.var(ties), k.var(r)
+    with k.loop(0, parts) as part:
+        start = lists + part * PART_BYTES
+        length, weights = k.load(start, "i64"), k.array(start + 64, "i32")
+        tokens = weights.shift(MAX_LISTED)
+        with k.loop(0, length) as i:
+            w = weights[i].zext("i64")
+            tie = w.eq(threshold)
+            kept = k.select((w < threshold) | (tie & (left.v <= 0)), 0, w)
+            left.v = left.v - k.select(tie, k.i64(1), k.i64(0))
+            found.v = k.select((found.v < 0) & (rest.v < kept), tokens[i].zext("i64"), found.v)
+            rest.v = rest.v - kept
+    return found.v
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -599,87 +706,150 @@ def _choose(
         token.v = _value(k, "sample_find", _emit_find, "i64", *allowed, block.v, top.v)
 
     with k.if_(~bad.v & ~greedy):
-        inverse = k.f32(1.0) / temperature
-        threshold, ties, total = k.var(k.i64(0)), k.var(k.i64(0)), k.var(k.i64(-1))
-        state = _stack(k, 64)
-        s = k.array(state, "i64")
+        _draw(k, allowed, token, at, field, meet, my_blocks, top.v, k.f32(1.0) / temperature,
+              leader, me, parts, has_work, blocks, histograms)  # fmt: skip
 
-        def select(first_buffer: int, target: Callable[[], None], crossing: Callable[[Value], Value]) -> None:
-            """Set threshold, ties and total of what is kept. ``target()`` sets s[2] or s[3] once the total is known;
-            ``crossing(threshold)``: how many of the equal ones are kept."""
-            s[0], s[1], s[2], s[3], s[4] = 0, 0, NEVER, NEVER, 0
-            prefix = k.var(k.i64(0))
-            for level, (known, shift) in enumerate(((31, 20), (20, 10), (10, 0))):
-                buffer = histograms + ((first_buffer + level) % 2) * HISTOGRAM_BYTES
-                with k.if_(s[4] >= 0):
-                    with k.if_(has_work):
-                        mine = buffer + me * (2 * HISTOGRAM_BYTES)
-                        k.fill(mine, 0, HISTOGRAM_BYTES)
-                        my_blocks(
-                            lambda b, mine=mine, known=known, shift=shift: _do(  # type: ignore[misc]
-                                k, "sample_histogram", _emit_histogram, *allowed, b, top.v, inverse,
-                                prefix.v, k.i64(known), k.i64(shift), mine,
-                            )
-                        )  # fmt: skip
-                    meet()
-                    if level == 0:
-                        with k.if_(total.v < 0):
-                            total.v = _value(k, "sample_total", _emit_total, "i64", buffer, parts)
-                        target()
-                    k.call("sample_cross", _emit_cross, buffer, parts, state)
-                    prefix.v = (prefix.v << (known - shift if level else 0)) + s[4]
-            with k.if_else(s[4] >= 0) as (crossed, everything):
-                with crossed:
-                    threshold.v = prefix.v
-                    ties.v = crossing(prefix.v)
-                    total.v = s[1] + ties.v * prefix.v
-                with everything:
-                    total.v = s[1]
 
-        top_k, top_p, min_p = field("top_k", "i32").sext("i64"), field("top_p", "f32"), field("min_p", "f32")
-        with k.if_((top_k > 0) & (top_k < vocab)):
-            select(0, lambda: s.store(2, top_k), lambda w: top_k - s[0])
-        with k.if_(top_p < 1.0):
+def _draw(
+    k: Kernel, allowed: Sequence[Value], token: Any, at: Callable[[str], Array], field: Callable[[str, str], Value],
+    meet: Callable[[], None], my_blocks: Callable[[Callable[[Value], None]], None], top: Value, inverse: Value,
+    leader: Value, me: Value, parts: Value, has_work: Value, blocks: Value, histograms: Value,
+) -> None:  # fmt: skip
+    """Filter by top_k, top_p and min_p, and draw; the leader sets ``token``."""
+    vocab = allowed[1]
+    threshold, ties, total = k.var(k.i64(0)), k.var(k.i64(0)), k.var(k.i64(0))
+    state = _stack(k, 64)
+    s = k.array(state, "i64")
+    top_k, top_p, min_p = field("top_k", "i32").sext("i64"), field("top_p", "f32"), field("min_p", "f32")
+    has_k, has_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
+    least = k.select(min_p > 0, _ceil(k, min_p.to_f64() * float(ops.WEIGHT_ONE)), 0)
 
-            def need() -> None:
-                exact = top_p.to_f64() * total.v.to_f64()
-                s[3] = k.max(_ceil(k, exact), 1)
+    golden = _signed(ops.GOLDEN)
+    generator = _mix64(k, field("seed", "i64") + golden)
+    random_bits = _mix64(k, generator + (field("position", "i32").sext("i64") + 1) * golden)
 
-            select(1, need, lambda w: (s[3] - s[1] + (w - 1)) // w)
-        with k.if_(min_p > 0):
-            least = _ceil(k, min_p.to_f64() * float(ops.WEIGHT_ONE))
-            with k.if_(least > threshold.v):
-                threshold.v = least - 1
-                ties.v = 0
+    def needed(weight: Value) -> Value:
+        """What top_p keeps of ``weight``, at least."""
+        return k.max(_ceil(k, top_p.to_f64() * weight.to_f64()), 1)
 
-        # Draw.
-        def kept(b: Value) -> None:
-            _do(k, "sample_kept", _emit_kept, *allowed, b, top.v, inverse, threshold.v, at("weight").at(b))
-
-        my_blocks(kept)
-        meet()
-        with k.if_(leader):
-            left, total_kept = k.var(ties.v), k.var(k.i64(0))
-            with k.loop(0, blocks) as b:
-                equal = k.min(left.v, at("ties")[b])
-                left.v = left.v - equal
-                at("weight")[b] = at("weight")[b] + equal * threshold.v
-                at("ties")[b] = equal
-                total_kept.v = total_kept.v + at("weight")[b]
-            golden = _signed(ops.GOLDEN)
-            generator = _mix64(k, field("seed", "i64") + golden)
-            position = field("position", "i32").sext("i64")
-            bits = _mix64(k, generator + (position + 1) * golden)
-            r, block = k.var(_multiply_high(bits, total_kept.v)), k.var(k.i64(0))
-            with k.forever() as leave_if:
-                here = at("weight")[block.v]
-                leave_if(r.v < here)
-                r.v = r.v - here
-                block.v = block.v + 1
-            token.v = _value(
-                k, "sample_locate", _emit_locate, "i64", *allowed, block.v, top.v, inverse,
-                threshold.v, at("ties")[block.v], r.v,
+    def histogram(buffer: int, prefix: Value, known: int, shift: int) -> None:
+        with k.if_(has_work):
+            mine = histograms + (me * PART_BYTES + buffer * HISTOGRAM_BYTES)
+            k.fill(mine, 0, HISTOGRAM_BYTES)
+            my_blocks(
+                lambda b: _do(
+                    k, "sample_histogram", _emit_histogram, *allowed, b, top, inverse,
+                    prefix, k.i64(known), k.i64(shift), mine,
+                )
             )  # fmt: skip
+        meet()
+
+    def apply_min_p() -> None:
+        with k.if_(least > threshold.v):
+            threshold.v = least - 1
+            ties.v = 0
+
+    # List, with the lowest cut that seems to fit. Does it hold all that the first filter keeps?
+    on_lists = k.var(k.const(0, "i1"))
+    lists = histograms + BUFFERS * HISTOGRAM_BYTES
+    mine = lists + me * PART_BYTES
+
+    def of_all_parts(word: int) -> Value:
+        sum_ = k.var(k.i64(0))
+        with k.loop(0, parts) as part:
+            sum_.v = sum_.v + k.load(lists + (part * PART_BYTES + 8 * word), "i64")
+        return sum_.v
+
+    with k.if_(has_k | has_p | (least > 0)):
+        with k.if_(has_work):
+            k.fill(mine, 0, 64)
+            my_blocks(lambda b: _do(k, "sample_tally", _emit_tally, *allowed, b, top, inverse, mine))
+        meet()
+        cut = k.i64(NEVER >> 32)
+        for i in reversed(range(len(CUTS))):
+            cut = k.select(of_all_parts(2 + i) <= MAX_LISTED, CUTS[i], cut)
+        my_blocks(lambda b: _do(k, "sample_list", _emit_list, *allowed, b, top, inverse, cut, mine))
+        meet()
+        total.v = of_all_parts(1)
+        k.call("sample_list_sums", _emit_list_sums, lists, parts, cut, state)
+        enough = k.select(has_k, s[0] >= top_k, k.select(has_p, s[1] >= needed(total.v), least >= cut))
+        is_whole = cut.eq(1)
+        on_lists.v = (enough | is_whole) & (of_all_parts(0) <= MAX_LISTED)
+
+    with k.if_else(on_lists.v) as (short, long):
+        with short, k.if_(leader):
+
+            def list_threshold(count: Value, weight: Value) -> None:
+                k.call("sample_list_threshold", _emit_list_threshold, lists, parts, count, weight, state)
+                threshold.v = s[0]
+
+            with k.if_(has_k & (top_k < s[0])):
+                list_threshold(top_k, k.i64(NEVER))
+                ties.v = top_k - s[1]
+                total.v = s[2] + ties.v * s[0]
+            with k.if_(has_p):
+                need = needed(total.v)
+                list_threshold(k.i64(NEVER), need)
+                ties.v = (need - s[2] + (s[0] - 1)) // s[0]
+            apply_min_p()
+            k.call("sample_list_sums", _emit_list_sums, lists, parts, threshold.v + 1, state)
+            r = _multiply_high(random_bits, s[1] + ties.v * threshold.v)
+            token.v = _value(k, "sample_list_locate", _emit_list_locate, "i64", lists, parts, threshold.v, ties.v, r)
+        with long:
+
+            def select(first_buffer: int, target: Callable[[], None], crossing: Callable[[Value], Value]) -> None:
+                """Set threshold, ties and total of what is kept. ``target()`` sets s[2] or s[3] once the total is
+                known; ``crossing(threshold)``: how many of the equal ones are kept."""
+                s[0], s[1], s[2], s[3], s[4] = 0, 0, NEVER, NEVER, 0
+                prefix = k.var(k.i64(0))
+                for level, (known, shift) in enumerate(((31, 20), (20, 10), (10, 0))):
+                    buffer = (first_buffer + level) % 2
+                    with k.if_(s[4] >= 0):
+                        histogram(buffer, prefix.v, known, shift)
+                        at_buffer = histograms + buffer * HISTOGRAM_BYTES
+                        if level == 0:
+                            target()
+                        k.call("sample_cross", _emit_cross, at_buffer, parts, state)
+                        prefix.v = (prefix.v << (known - shift if level else 0)) + s[4]
+                with k.if_else(s[4] >= 0) as (crossed, everything):
+                    with crossed:
+                        threshold.v = prefix.v
+                        ties.v = crossing(prefix.v)
+                        total.v = s[1] + ties.v * prefix.v
+                    with everything:
+                        total.v = s[1]
+
+            with k.if_(has_k):
+                select(0, lambda: s.store(2, top_k), lambda w: top_k - s[0])
+            with k.if_(has_p):
+                select(1, lambda: s.store(3, needed(total.v)), lambda w: (s[3] - s[1] + (w - 1)) // w)
+            apply_min_p()
+
+            # Draw: the block, then the token.
+            my_blocks(
+                lambda b: _do(
+                    k, "sample_kept", _emit_kept, *allowed, b, top, inverse, threshold.v, at("weight").at(b)
+                )
+            )  # fmt: skip
+            meet()
+            with k.if_(leader):
+                left, total_kept = k.var(ties.v), k.var(k.i64(0))
+                with k.loop(0, blocks) as b:
+                    equal = k.min(left.v, at("ties")[b])
+                    left.v = left.v - equal
+                    at("weight")[b] = at("weight")[b] + equal * threshold.v
+                    at("ties")[b] = equal
+                    total_kept.v = total_kept.v + at("weight")[b]
+                rest, block = k.var(_multiply_high(random_bits, total_kept.v)), k.var(k.i64(0))
+                with k.forever() as leave_if:
+                    here = at("weight")[block.v]
+                    leave_if(rest.v < here)
+                    rest.v = rest.v - here
+                    block.v = block.v + 1
+                token.v = _value(
+                    k, "sample_locate", _emit_locate, "i64", *allowed, block.v, top, inverse,
+                    threshold.v, at("ties")[block.v], rest.v,
+                )  # fmt: skip
 
 
 def _ceil(k: Kernel, x: Value) -> Value:
