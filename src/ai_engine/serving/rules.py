@@ -61,15 +61,17 @@ def _has_rows(state: State, choice: Choice, budget: KvBudget) -> bool:
 
 
 def _has_pages(state: State, choice: Choice, budget: KvBudget) -> bool:
-    """Room for all it has to compute and some output, after what those who run were promised. Cached prefixes are not
-    counted on. Whoever runs alone needs no reserve: preemption makes room."""
-    tokens = len(choice.tokens)
+    """Room for all it has to compute and some output, after what those who run were promised. A fork shares its
+    prompt's full pages; other cached prefixes are not counted on. Whoever runs alone needs no reserve: preemption makes
+    room."""
+    tokens, growth = len(choice.tokens), state.config.growth_tokens
     if not state.running:
         return _pages(tokens, budget) <= budget.available
-    growth = state.config.growth_tokens
     promised = sum(state.pages_needed(c.seq_id, c.uncomputed + min(c.output_left, growth)) for c in state.running)
+    shared = (choice.prompt_len - 1) // budget.page_tokens if choice.group.holds_prompt else 0
     # one more page: a fork's copy of its shared last page
-    return promised + _pages(tokens + min(choice.output_left, growth), budget) + 1 <= budget.available
+    needed = _pages(tokens + min(choice.output_left, growth), budget) - shared + 1
+    return promised + needed <= budget.available
 
 
 def _pages(num_tokens: int, budget: KvBudget) -> int:

@@ -39,6 +39,11 @@ class Group:
         self.donor_id = 0  # a sequence that holds the prompt's pages
 
     @property
+    def holds_prompt(self) -> bool:
+        """One of its open sequences has the whole prompt computed."""
+        return any(choice.seq_id and choice.computed >= choice.prompt_len for choice in self.choices)
+
+    @property
     def unfinished(self) -> list[Choice]:
         return [choice for choice in self.choices if choice.finish is None]
 

@@ -177,6 +177,14 @@ def test_a_preempted_sequence_resumes_before_the_queue_and_gives_the_same_tokens
     assert finished.index("a") < finished.index("b")
 
 
+def test_choices_of_a_long_prompt_run_together_in_a_small_pool() -> None:
+    rig = Rig(FakeRuntime(HashModel(), num_pages=40), growth_tokens=16)
+    rig.submit(request("r", list(range(480)), n=4, max_tokens=16, ignore_eos=True))
+    rig.run()
+    assert max(event.num_seqs for event in rig.telemetry.of(StepDone)) == 4
+    assert sum(event.preempted for event in rig.telemetry.of(StepDone)) == 0
+
+
 @pytest.mark.parametrize(
     ("script", "params", "given", "finish", "stop_token"),
     [
