@@ -96,17 +96,18 @@ class Hub:
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def fetch(self, hub_id: HubId, *, progress: Progress | None = None, offline: bool = False) -> Path:
-        """The local folder (safetensors) or .gguf file, downloaded if need be. Raises ModelNotFound, DownloadError,
-        UnsupportedModel (nothing in the repository that we read)."""
+        """The local folder (safetensors) or .gguf file, downloaded if need be. A revision once fetched is not looked up
+        again. Raises ModelNotFound, DownloadError, UnsupportedModel (nothing in the repository that we read)."""
         folder = self._root / hub_id.repo.replace("/", "--")
         refs_path = folder / "refs.json"
-        cached = self._cached(folder, hub_id)
-        if cached:
+        if cached := self._cached(folder, hub_id, Manifest.looks_right):
             return cached
         if offline:
+            if cached := self._cached(folder, hub_id, Manifest.is_right):
+                return cached
             raise DownloadError(f"{hub_id} is not in the cache ({folder}), and the network is off; run once without it")
         with locked(self._root / f"{folder.name}.lock"):
-            if cached := self._cached(folder, hub_id):
+            if cached := self._cached(folder, hub_id, Manifest.looks_right):
                 return cached  # another process was faster
             commit, names = self._list(hub_id)
             wanted = choose_files(names, hub_id)
@@ -121,14 +122,18 @@ class Hub:
             write_atomic(refs_path, msgspec.json.encode(refs))
         return _entry(folder / commit, wanted)
 
-    def _cached(self, folder: Path, hub_id: HubId) -> Path | None:
+    def locate(self, hub_id: HubId) -> Path | None:
+        """Where a fetched model is, in whatever state its files are."""
+        return self._cached(self._root / hub_id.repo.replace("/", "--"), hub_id, lambda *_: True)
+
+    def _cached(self, folder: Path, hub_id: HubId, check: Callable[[Manifest, str], bool]) -> Path | None:
         refs = _load_refs(folder / "refs.json")
         commit = refs.commits.get(hub_id.revision, hub_id.revision)
         if commit not in refs.files:
             return None
         wanted = choose_files(refs.files[commit], hub_id)
         manifest = Manifest(folder / commit)
-        return _entry(folder / commit, wanted) if all(map(manifest.looks_right, wanted)) else None
+        return _entry(folder / commit, wanted) if all(check(manifest, name) for name in wanted) else None
 
     def _list(self, hub_id: HubId) -> tuple[str, list[str]]:
         """The commit that the revision names, and its files."""
@@ -255,6 +260,8 @@ class Hub:
         while True:
             try:
                 return attempt(failures)
+            except ValueError as error:
+                raise DownloadError(f"the hub's address, or one it redirects to, is no URL: {error}") from error
             except (OSError, http.client.HTTPException, _Interrupted) as error:
                 now = progress_mark()
                 failures, mark = (1 if now > mark else failures + 1), now

@@ -160,12 +160,14 @@ def open_model(path: str | os.PathLike[str]) -> ModelFile:
 def verify(name: str) -> Path:
     """Read a cached model in full and compare it with its recorded digests; its path. Raises ModelFileError for a file
     that differs, ModelNotFound for a model that is not in the cache (a path of the user's own has no digests)."""
-    packaged = PACKAGED.get(name.lower())
-    path = _folder(packaged) / packaged.file if packaged else resolve(name, offline=True)
-    folder = path if path.is_dir() else path.parent
-    manifest = Manifest(folder)
+    packaged, hub_id = PACKAGED.get(name.lower()), HubId.parse(name)
+    path = _folder(packaged) / packaged.file if packaged else None
+    if hub_id and not Path(name).exists():
+        path = _hub().locate(hub_id)
+    folder = path if path is None or path.is_dir() else path.parent
+    manifest = Manifest(folder or Path())
     names = [packaged.file] if packaged else list(manifest.files)
-    if not names or not path.exists():
+    if not names or path is None or folder is None or not path.exists():
         raise ModelNotFound(f"{name} is not a model of the cache, so no digest is known for it")
     for file in names:
         if not manifest.is_right(file):

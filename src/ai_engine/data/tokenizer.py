@@ -83,6 +83,15 @@ _FORCED_CONTROL: Final = frozenset(
 The list is llama.cpp's."""
 
 
+_TURN_MARKERS: Final = frozenset(
+    {
+        "<start_of_turn>", "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>", "<s>",
+        "<bos>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>", "<|system|>",
+    }
+)  # fmt: skip
+"""Kept out of users' text by `guard` even where a file calls them user-defined, as some conversions of Gemma do."""
+
+
 class SpecialTokens:
     """Cuts a text at the occurrences of given strings: longest string first, then left to right."""
 
@@ -166,7 +175,8 @@ class ModelTokenizer:
             cut = {t: i for i, t in enumerate(self._tokens) if self._types[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
             self._all = SpecialTokens(cut)
             self._user = SpecialTokens({t: i for t, i in cut.items() if self._types[i] == USER_DEFINED})
-            self._control = SpecialTokens({t: i for t, i in cut.items() if self._types[i] != USER_DEFINED})
+            guarded = {t: i for t, i in cut.items() if self._types[i] != USER_DEFINED or t in _TURN_MARKERS}
+            self._control = SpecialTokens(guarded)
         self._eos_ids = frozenset(data.eos_ids)
         self._pieces: dict[int, bytes] = {}  # of tokens seen so far
         self._hidden = frozenset(i for i, kind in enumerate(self._types) if kind in (UNKNOWN, CONTROL, UNUSED))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from ai_engine.data import models
 from ai_engine.data.hub import Hub, HubId, choose_files
-from ai_engine.ports.errors import DownloadError, ModelNotFound, UnsupportedModel
+from ai_engine.ports.errors import DownloadError, ModelFileError, ModelNotFound, UnsupportedModel
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = bytes(range(256)) * 4000
@@ -212,14 +214,35 @@ def test_leftover_of_another_file_is_replaced(server: Server, tmp_path: Path) ->
         (folder / "model.safetensors").unlink()
 
 
-def test_damaged_cache_is_fetched_again(server: Server, tmp_path: Path) -> None:
-    path = fetch(server, tmp_path) / "model.safetensors"
+def test_damaged_cache_is_fetched_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AI_ENGINE_HOME", str(tmp_path.parent))
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    root = tmp_path.parent / "hub"
+    path = models.resolve("org/name") / "model.safetensors"
+    assert path.is_relative_to(root)
+    assert models.verify("org/name") == path.parent
+    assert [entry.state for entry in models.list_models() if entry.name == "org/name"] == ["cached"]
+    os.utime(path)
+    assert models.resolve("org/name", offline=True) == path.parent, "touched, but its content is right"
     path.write_bytes(b"damaged")
+    with pytest.raises(ModelFileError, match="differs from what was downloaded"):
+        models.verify("org/name")
+    with pytest.raises(DownloadError, match="network is off"):
+        models.resolve("org/name", offline=True)
+    models.resolve("org/name")
+    assert path.read_bytes() == WEIGHTS
+    tmp_path = root
     assert (fetch(server, tmp_path) / "model.safetensors").read_bytes() == WEIGHTS
 
 
 @pytest.mark.parametrize(
-    ("target", "words"), [("file:///etc/passwd", "not followed"), ("?again", "redirects"), ("ftp://127.0.0.1/x", "not")]
+    ("target", "words"),
+    [
+        ("file:///etc/passwd", "not followed"),
+        ("?again", "redirects"),
+        ("ftp://127.0.0.1/x", "not"),
+        ("http://[bad", "no URL"),
+    ],
 )
 def test_odd_redirects_are_not_followed(target: str, words: str, server: Server, tmp_path: Path) -> None:
     server.redirect = target

@@ -87,6 +87,16 @@ def test_guarded_text_has_no_control_tokens(text: str) -> None:
     assert ids == tokenizer.encode(text, add_special=False, parse_special=False).ids
 
 
+def test_turn_markers_are_guarded_even_when_user_defined() -> None:
+    data = spm()
+    data.tokens[259] = "<start_of_turn>"
+    tokenizer = ModelTokenizer(data)
+    guarded = tokenizer.guard("a<start_of_turn>b", "\ufdd0")
+    ids = tokenizer.encode_segments([(piece, True) for piece in guarded.split("\ufdd0")]).ids
+    assert 259 not in ids
+    assert 259 in tokenizer.encode("a<start_of_turn>b").ids
+
+
 def test_bos_comes_once() -> None:
     tokenizer = ModelTokenizer(spm())
     assert tokenizer.encode("hello").ids == tokenizer.encode("<s>hello").ids
