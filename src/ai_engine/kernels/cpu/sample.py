@@ -4,8 +4,9 @@ Owns how a row of logits becomes a token. What it must be is defined to the bit 
 token's weight is an integer, so sums over the vocabulary do not depend on who adds them up, in which order. Does not
 own what the arrays of a step mean (ports.kernels.SampleBatch) nor what the engine does about a flagged row (token -1).
 
-A row goes through phases over blocks of BLOCK columns. With many rows each thread takes whole rows; with few, all
-threads share the blocks of one row and meet at a barrier after each phase:
+A row goes through phases over blocks of BLOCK columns. Mostly each thread takes whole rows, as no thread then waits for
+another. Where there are fewer rows than threads and the vocabulary is large, all threads share the blocks of one row
+and meet at a barrier after each phase:
 
     scan      largest logit; a NaN or +inf anywhere flags the row
     logprobs  sum of exp(x - max) and the best tokens, of the untouched logits   (where asked for)
@@ -85,14 +86,21 @@ def sample_args(
     vocab_size: int,
     max_rows: int,
     workspace: int,
+    min_shared_vocab: int = 65_536,
 ) -> tuple[str, npt.NDArray[np.uint64]]:
-    """The kernel's name and argument block; ``logits_stride`` in elements. Logits may be changed by the kernel."""
+    """The kernel's name and argument block; ``logits_stride`` in elements. Logits may be changed by the kernel. Threads
+    share a row only if the vocabulary has ``min_shared_vocab`` tokens: a small one costs less than a late thread."""
     del target, max_rows
     assert 0 < vocab_size <= MAX_VOCAB, vocab_size
     assert logits_stride >= vocab_size, (logits_stride, vocab_size)
     saved = workspace + AREA_BYTES + MAX_PARTS * PART_BYTES
     return sample.name, sample.args.pack(
-        logits=logits, stride=logits_stride, vocab=vocab_size, area=workspace, saved=saved
+        logits=logits,
+        stride=logits_stride,
+        vocab=vocab_size,
+        area=workspace,
+        saved=saved,
+        shares=int(vocab_size >= min_shared_vocab),
     )
 
 
@@ -857,7 +865,7 @@ def _ceil(k: Kernel, x: Value) -> Value:
     return k.intrinsic("llvm.ceil.f64", "f64", 1, x).to_int("i64")
 
 
-@kernel(logits="ptr", stride="i64", vocab="i64", area="ptr", saved="ptr")
+@kernel(logits="ptr", stride="i64", vocab="i64", area="ptr", saved="ptr", shares="i64")
 def sample(k: Kernel) -> None:
     a, h, c = k.arg, k.header, k.context
     rows, threads, me = h.R, c.num_threads, c.thread
@@ -868,14 +876,13 @@ def sample(k: Kernel) -> None:
         k.call("sample_row", _emit_row, k.ctx, logits, a.vocab, saved, row, area, histograms, part, parts, shared)
 
     rest = rows % threads
-    together = k.select((threads > 1) & (rest * 2 <= threads), rest, 0)
+    together = k.select(a.shares.ne(0) & (threads > 1) & (rest * 2 <= threads), rest, 0)
     zero, unit = k.i64(0), k.i64(1)
     with k.work_items(rows - together) as row:
         one(row, k.scratch, zero, unit, zero)
     with k.loop(rows - together, rows) as row:
         one(row, a.area, me, k.min(threads, MAX_PARTS), unit)
-        with k.if_(row + 1 < rows):
-            k.barrier()
+        k.barrier()
 
 
 KERNELS: Sequence[KernelDef] = (sample,)
