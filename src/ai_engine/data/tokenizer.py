@@ -161,7 +161,8 @@ class ModelTokenizer:
         self._byte_level = data.kind == "gpt2"
         self._space_prefix = data.kind == "llama" and data.add_space_prefix
         self._escape_space = data.kind == "llama"
-        self._plain: tokenizers.Tokenizer | None = None
+        self._plain: tokenizers.Tokenizer | None = None  # tokenizer.json's
+        self._later: tokenizers.Tokenizer | None = None  # for text after a special token, where that differs
         if data.kind == "json":
             self._load_json(data)
         else:
@@ -202,18 +203,17 @@ class ModelTokenizer:
         """Ids of consecutive (text, parse_special) segments: as if the texts were joined, except that the text of
         control tokens counts only in segments with parse_special. A lone surrogate becomes U+FFFD."""
         ids: list[int] = []
-        run = ""  # plain text since the last special token, across segments
-        after_special = True
+        run: list[str] = []  # plain text since the last special token, across segments
         for piece in self._cut(segments):
             if isinstance(piece, str):
-                run += piece
+                run.append(piece)
                 continue
             if run:
-                ids += self._encode_plain(run, after_special)
+                ids += self._encode_plain("".join(run), first=not ids)
             ids.append(piece)
-            run, after_special = "", True
+            run = []
         if run:
-            ids += self._encode_plain(run, after_special)
+            ids += self._encode_plain("".join(run), first=not ids)
         if add_special and self._add_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids.insert(0, self._bos_id)
         return Encoded(ids)
@@ -251,10 +251,12 @@ class ModelTokenizer:
         for text, parse_special in segments:
             yield from (self._all if parse_special else self._user).split(_no_surrogates(text))
 
-    def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+    def _encode_plain(self, text: str, *, first: bool) -> list[int]:
+        """Ids of text between special tokens; ``first``: none stands before it."""
         if self._plain is not None:  # tokenizer.json does its own spaces and user-defined tokens
-            return list(self._plain.encode(text, add_special_tokens=False).ids)
-        if self._space_prefix and after_special:
+            model = self._plain if first or self._later is None else self._later
+            return list(model.encode(text, add_special_tokens=False).ids)
+        if self._space_prefix:
             text = " " + text
         if self._escape_space:
             text = text.replace(" ", "▁")
@@ -262,11 +264,10 @@ class ModelTokenizer:
 
     def _load_json(self, data: TokenizerData) -> None:
         with _library_errors("tokenizer.json: cannot be read: {}; fetch the model again"):
-            full = tokenizers.Tokenizer.from_str(data.tokenizer_json)
+            full = _plain_tokenizer(data.tokenizer_json)
             spec = msgspec.json.decode(data.tokenizer_json)
-        full.encode_special_tokens = True
-        full.no_padding()
-        full.no_truncation()
+            if _set_key(spec, "prepend_scheme", "first", "never"):  # a space before the text's first word only
+                self._later = _plain_tokenizer(msgspec.json.encode(spec).decode())
         with _library_errors("tokenizer.json: cannot encode: {}; fetch the model again"):
             probe = full.encode("a", add_special_tokens=True).ids
         if self._bos_id is not None and probe[:1] == [self._bos_id]:
@@ -290,6 +291,24 @@ class ModelTokenizer:
                 specials[added.content] = token
         self._all = self._control = SpecialTokens(specials)
         self._user, self._plain = SpecialTokens({}), full
+
+
+def _plain_tokenizer(spec: str) -> tokenizers.Tokenizer:
+    """tokenizer.json's tokeniser, reading special tokens' text as plain text."""
+    tokenizer = tokenizers.Tokenizer.from_str(spec)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _set_key(spec: dict[str, Any], key: str, old: str, new: str) -> bool:
+    """Replace ``key: old`` in the pre-tokeniser (alone or in a sequence); whether it was there."""
+    outer = spec.get("pre_tokenizer") or {}
+    found = [part for part in [outer, *outer.get("pretokenizers", [])] if part.get(key) == old]
+    for part in found:
+        part[key] = new
+    return bool(found)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,11 @@ from time import perf_counter
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, pre_tokenizers
+from tokenizers import models as models_of_library
 
 from ai_engine.data import models
 from ai_engine.data.gguf import GgufFile
@@ -110,6 +113,21 @@ def test_space_prefix_stands_after_special_tokens() -> None:
     hello = tokenizer.encode("hello", add_special=False).ids
     assert pieces(tokenizer, hello) == b" hello"
     assert tokenizer.encode("hello</s>hello", add_special=False).ids == [*hello, 2, *hello]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_tokenizer_json_with_leading_spaces(scheme: str) -> None:
+    """Ids are those of the library reading special tokens itself."""
+    vocab = {text: token for token, text in enumerate(["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab", "▁ab"])}
+    model = models_of_library.BPE(vocab, [("▁", "a"), ("a", "b"), ("▁", "ab")], unk_token="<unk>")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    library.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    library.add_special_tokens(["<s>", "</s>"])
+    ours = ModelTokenizer(TokenizerData(kind="json", tokenizer_json=library.to_str(), bos_id=1, eos_ids=[2]))
+    for text in ("ab", "<s>ab", "ab</s>ab a", "<s></s>b", " a ab", "</s> a", ""):
+        assert ours.encode(text).ids == library.encode(text).ids
+    assert 1 not in ours.encode("a<s>", parse_special=False).ids
 
 
 def test_best_score_merges_first() -> None:
