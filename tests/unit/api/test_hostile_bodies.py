@@ -55,7 +55,7 @@ def post(path: str, body: bytes) -> Reply:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_one_field_of_any_value(path: str, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(KNOWN[path]))
