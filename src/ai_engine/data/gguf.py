@@ -29,6 +29,7 @@ from ai_engine.ports.model import BLOCK, DType, ModelConfig, RopeScaling, Tensor
 
 MAX_KEYS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 17
+MAX_HEADER_BYTES: Final = 256 << 20
 MAX_ELEMENTS: Final = 1 << 23
 """Of all metadata arrays together, ten times what the largest vocabularies have: bounds a hostile file's memory."""
 MAX_PARTS: Final = 1000
@@ -67,6 +68,7 @@ class _Cursor:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.size = path, data, len(data)
+        self.end = min(self.size, MAX_HEADER_BYTES)  # of metadata and directory
         self.pos = self.elements = 0
 
     def fail(self, problem: str, at: int | None = None) -> NoReturn:
@@ -78,10 +80,14 @@ class _Cursor:
     def need(self, nbytes: int, what: str) -> int:
         """Advance over ``nbytes``; returns their offset."""
         at = self.pos
-        if nbytes > self.size - at:
-            self.fail(f"{what} needs {nbytes} bytes, but the file ends after {self.size - at}")
+        if nbytes > self.end - at:
+            self.fail(f"{what} needs {nbytes} bytes, but the {self.border} ends after {self.end - at}")
         self.pos = at + nbytes
         return at
+
+    @property
+    def border(self) -> str:
+        return "file" if self.end == self.size else f"largest header ({MAX_HEADER_BYTES} bytes)"
 
     def number(self, fmt: str, what: str) -> Any:
         return struct.unpack_from(fmt, self.data, self.need(struct.calcsize(fmt), what))[0]
@@ -97,17 +103,17 @@ class _Cursor:
 
     def strings(self, count: int, what: str) -> list[str]:
         """``count`` length-prefixed strings; the tight loop of the reader (a vocabulary has up to 262,144)."""
-        data, pos, size, unpack = self.data, self.pos, self.size, struct.Struct("<Q").unpack_from
-        if count * 8 > size - pos:
-            self.fail(f"{what} claims {count} strings, but the file ends after {size - pos} bytes")
+        data, pos, limit, unpack = self.data, self.pos, self.end, struct.Struct("<Q").unpack_from
+        if count * 8 > limit - pos:
+            self.fail(f"{what} claims {count} strings, but the {self.border} ends after {limit - pos} bytes")
         out: list[str] = []
         append = out.append
         try:
             for _ in range(count):
                 start = pos + 8
                 end = start + unpack(data, pos)[0]
-                if end > size:
-                    self.fail(f"string {len(out)} of {what} runs past the end of the file", pos)
+                if end > limit:
+                    self.fail(f"string {len(out)} of {what} runs past the end of the {self.border}", pos)
                 append(data[start:end].decode())
                 pos = end
         except UnicodeDecodeError:

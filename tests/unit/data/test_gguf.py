@@ -213,6 +213,14 @@ def test_says_what_is_broken_and_where(content: bytes, words: str, tmp_path: Pat
     assert "byte" in str(caught.value) or "fetch" in str(caught.value) or "convert" in str(caught.value)
 
 
+def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.gguf"
+    path.write_bytes(header(keys=1) + string("k") + struct.pack("<IQ", 8, 1 << 33))
+    os.truncate(path, 1 << 34)  # sparse
+    with pytest.raises(ModelFileError, match="largest header"):
+        GgufFile(path)
+
+
 def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     for path in (tmp_path, tmp_path / "pipe.gguf", tmp_path / "absent.gguf", Path("/dev/zero")):
