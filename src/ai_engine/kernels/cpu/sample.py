@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ai_engine.kernels.cpu import draw
 from ai_engine.kernels.cpu.lang import Array, Kernel, KernelDef, Target, Value, kernel
-from ai_engine.kernels.reference import ops
 from ai_engine.ports.sampling import MAX_LOGPROBS
 
 BLOCK = 2048
@@ -168,12 +168,12 @@ def _weights(k: Kernel, x: Value, top: Value, inverse: Value) -> tuple[Value, Va
     """``ops.integer_weights``, step by step as there; and which lanes may have one at all."""
     u = (x - top) * inverse
     alive = u > DEAD
-    u = k.max(u, float(ops.MIN_EXPONENT))
-    t = u * float(ops.LOG2_E)
+    u = k.max(u, float(draw.MIN_EXPONENT))
+    t = u * float(draw.LOG2_E)
     n = k.floor(t + 0.5)
     f = t - n
-    p = f.like(float(ops.EXP2_COEFFICIENTS[-1]))
-    for c in ops.EXP2_COEFFICIENTS[-2::-1]:
+    p = f.like(float(draw.EXP2_COEFFICIENTS[-1]))
+    for c in draw.EXP2_COEFFICIENTS[-2::-1]:
         p = p * f + float(c)
     scaled = (p.bitcast("i32") + ((n.to_int() + 30) << 23)).bitcast("f32")
     return (scaled + 0.5).to_int(), alive
@@ -340,7 +340,7 @@ def _emit_tally(
     def body(x: Value, i: Value) -> None:
         u = (x - top) * inverse
         for tally, cut in zip(tallies, CUTS, strict=True):
-            reaches = DEAD if cut == 1 else math.log(cut / ops.WEIGHT_ONE)
+            reaches = DEAD if cut == 1 else math.log(cut / draw.WEIGHT_ONE)
             tally.v = tally.v - (u > reaches).sext("i32")
 
     row.scan(block, body, masked=True)
@@ -704,7 +704,7 @@ def _choose(
         top.v, bad.v = merged("allowed_max", "allowed_bad")
         block_max.v = at("allowed_max").ptr
     temperature = field("temperature", "f32")
-    greedy = temperature < float(ops.GREEDY_BELOW)
+    greedy = temperature < float(draw.GREEDY_BELOW)
 
     with k.if_(~bad.v & greedy & leader):
         block = k.var(k.i64(0))
@@ -730,9 +730,9 @@ def _draw(
     s = k.array(state, "i64")
     top_k, top_p, min_p = field("top_k", "i32").sext("i64"), field("top_p", "f32"), field("min_p", "f32")
     has_k, has_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
-    least = k.select(min_p > 0, _ceil(k, min_p.to_f64() * float(ops.WEIGHT_ONE)), 0)
+    least = k.select(min_p > 0, _ceil(k, min_p.to_f64() * float(draw.WEIGHT_ONE)), 0)
 
-    golden = _signed(ops.GOLDEN)
+    golden = _signed(draw.GOLDEN)
     generator = _mix64(k, field("seed", "i64") + golden)
     random_bits = _mix64(k, generator + (field("position", "i32").sext("i64") + 1) * golden)
 

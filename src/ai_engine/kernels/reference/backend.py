@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ai_engine.kernels.cpu.formats import QUANTISED, ActLayout, dequantize
+from ai_engine.kernels import catalog
+from ai_engine.kernels.cpu.formats import ActLayout, dequantize
 from ai_engine.kernels.reference import ops
 from ai_engine.ports.kernels import (
     F32,
-    I32,
     U8,
     Buffer,
     BufferType,
@@ -32,7 +32,7 @@ from ai_engine.ports.kernels import (
     StepBatch,
     WeightSpec,
 )
-from ai_engine.ports.model import DType, row_bytes
+from ai_engine.ports.model import row_bytes
 from ai_engine.ports.sampling import MAX_LOGPROBS
 
 F16 = npt.NDArray[np.float16]
@@ -244,57 +244,6 @@ OPS: Mapping[str, Callable[[_Step, Call], None]] = {
 }
 
 
-def check_call(call: Call, resources: Resources) -> None:
-    """AssertionError where a call breaks the catalog's shape rules: a bug of whoever built the program."""
-
-    def require(*conditions: bool) -> None:
-        assert all(conditions), (conditions, call, weights)
-
-    assert call.op in OPS, call.op
-    attrs, weights = call.attrs, [resources.weights[name][0] for name in call.weights]
-    ins, outs = [b.type for b in call.inputs], [b.type for b in call.outputs]
-    cols_in, cols_out = [t.cols for t in ins], [t.cols for t in outs]
-    require(all(b.offset % 4 == 0 for b in (*call.inputs, *call.outputs)))
-    require(call.op == "matmul" or all(t.kind == "f32" for t in ins))
-    require(call.op in ("rms_norm", "quantize", "attention", "glu") or all(t.kind == "f32" for t in outs))
-    require(call.op == "gather" or len({t.rows for t in (*ins, *outs)}) == 1)
-    match call.op:
-        case "embed":
-            require(not ins, cols_out == [weights[0].cols])
-        case "rms_norm":
-            require(cols_in == cols_out == [weights[0].cols])
-        case "rms_norm_add":
-            require(cols_in == 2 * cols_out == 2 * [weights[0].cols])
-        case "quantize":
-            require(outs[0].kind == "act", cols_in == cols_out)
-        case "matmul":
-            first, rows = int(attrs.get("out_col", -1)), weights[0].rows
-            require(ins[0].kind == ("act" if weights[0].dtype in QUANTISED else "f32"), cols_in == [weights[0].cols])
-            require(first + rows <= cols_out[0] if first >= 0 else cols_out == [rows])
-            require(all((b.dtype, b.rows, b.cols) == (DType.F32, 1, rows) for b in weights[1:]))
-        case "add":
-            require(cols_in == 2 * cols_out)
-        case "rope_store" | "attention":
-            heads, kv_heads, head_dim = int(attrs["heads"]), int(attrs["kv_heads"]), int(attrs["head_dim"])
-            shape = resources.kv_shape
-            require(heads % kv_heads == 0, (kv_heads, head_dim) == (shape.kv_heads, shape.head_dim))
-            require(0 <= int(attrs["layer"]) < shape.num_layers, cols_in == [(heads + 2 * kv_heads) * head_dim])
-            if call.op == "rope_store":
-                table = resources.rope_tables[str(attrs["rope_table"])]
-                require(table.ndim == 3, table.shape[2] == 2, 2 * table.shape[1] <= head_dim)
-                require(cols_in == cols_out, [w.cols for w in weights] in ([], [head_dim] * 2))
-            else:
-                require(cols_out == [heads * head_dim], int(attrs.get("window", 0)) >= 0)
-        case "glu":
-            run = int(attrs.get("interleave", 0))
-            require(cols_in == [2 * cols_out[0]], attrs["act"] in ("silu", "gelu_tanh"))
-            require(run in (0, 32), run == 0 or cols_out[0] % run == 0)
-        case "gather":
-            require((ins[0].rows, outs[0].rows) == ("tokens", "logits"), cols_in == cols_out)
-        case "sample":
-            require(ins[0].rows == "logits", cols_in[0] >= resources.vocab_size, not outs)
-
-
 ROW_FIELDS = (
     "temperature",
     "top_k",
@@ -385,7 +334,7 @@ class ReferenceKernels:
 
     def compile(self, calls: Sequence[Call], resources: Resources) -> Program:
         for call in calls:
-            check_call(call, resources)
+            catalog.check(call, resources)
             for buffer in (*call.inputs, *call.outputs):
                 rows = resources.max_tokens if buffer.type.rows == "tokens" else resources.max_logit_rows
                 end = buffer.offset + self.buffer_bytes(buffer.type, rows)
@@ -402,6 +351,3 @@ class ReferenceKernels:
 
     def close(self) -> None:
         pass
-
-
-__all__ = ["I32", "OPS", "ReferenceKernels", "ReferenceProgram", "check_batch", "check_call", "sample_args"]

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from ai_engine.kernels.cpu.draw import EXP2_COEFFICIENTS, GOLDEN, GREEDY_BELOW, LOG2_E, MIN_EXPONENT, WEIGHT_ONE
 from ai_engine.ports.sampling import MAX_LOGPROBS
 
 F32 = npt.NDArray[np.float32]
@@ -114,31 +115,6 @@ def glu(x: F32, act: str, interleave: int) -> F32:
 
 # --- sampling: defined to the bit ------------------------------------------------------------------------------------
 
-GREEDY_BELOW = np.float32(1e-5)
-"""A temperature below this is greedy: nothing but the best token would have any weight."""
-
-WEIGHT_ONE = 1 << 30
-"""The integer weight of the best token; a token's weight is round(WEIGHT_ONE * exp((z - z_max) / temperature))."""
-
-LOG2_E = np.float32(1.4426950408889634)
-MIN_EXPONENT = np.float32(-22.0)
-"""exp of this rounds to weight 0."""
-
-EXP2_COEFFICIENTS = tuple(
-    np.float32(c)
-    for c in (
-        1.0,
-        0.6931472028550958,
-        0.24022647913627654,
-        0.05550332471041447,
-        0.00961843735761781,
-        0.0013398874452673548,
-        0.000153533620049722,
-    )
-)
-"""2**f on [-1/2, 1/2], lowest power first; the first is exactly 1, so that the best token weighs WEIGHT_ONE."""
-
-GOLDEN = 0x9E3779B97F4A7C15
 U64_MAX = (1 << 64) - 1
 
 
