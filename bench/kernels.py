@@ -58,7 +58,7 @@ class Threads:
 
     def __init__(self, loaded: build.Loaded, num_threads: int) -> None:
         self.loaded, self.n = loaded, num_threads
-        self.counters = aligned(abi.COUNTER_STRIDE)
+        self.counters, self.sleepers = aligned(abi.COUNTER_STRIDE), aligned(64)
         self.header = HEADER.pack(**dict.fromkeys(HEADER.types, 0))
         self.scratch = [aligned(abi.SCRATCH_BYTES) for _ in range(num_threads)]
         zero = dict.fromkeys(CONTEXT.types, 0)
@@ -66,6 +66,7 @@ class Threads:
             "num_threads": num_threads,
             "header": self.header.ctypes.data,
             "counters": self.counters.ctypes.data,
+            "sleepers": self.sleepers.ctypes.data,
         }
         self.contexts = [
             CONTEXT.pack(**{**zero, **shared, "thread": t, "scratch": s.ctypes.data})

@@ -28,10 +28,15 @@ class Rig:
 
     def run(self, name: str, args: npt.NDArray[np.uint64], *, threads: int = 1, **header: int) -> None:
         """The kernel on ``threads`` threads that share its work counters; ``header`` fields default to 0."""
-        counters = aligned(abi.COUNTER_STRIDE)
+        counters, sleepers = aligned(abi.COUNTER_STRIDE), aligned(64)
         words = HEADER.pack(**{**dict.fromkeys(HEADER.types, 0), **header})
         scratch = [aligned(abi.SCRATCH_BYTES) for _ in range(threads)]
-        fixed = {"num_threads": threads, "header": words.ctypes.data, "counters": counters.ctypes.data}
+        fixed = {
+            "num_threads": threads,
+            "header": words.ctypes.data,
+            "counters": counters.ctypes.data,
+            "sleepers": sleepers.ctypes.data,
+        }
         contexts = [
             CONTEXT.pack(**{**dict.fromkeys(CONTEXT.types, 0), **fixed, "thread": t, "scratch": s.ctypes.data})
             for t, s in enumerate(scratch)
