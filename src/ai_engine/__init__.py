@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ai_engine.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ai_engine.llm import LLM as LLM
     from ai_engine.ports.sampling import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

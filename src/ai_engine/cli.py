@@ -1,4 +1,4 @@
-"""The command line. Owns words, options and progress bars; all work is done through app.py and the layers behind it.
+"""The command line. Owns words and options; all work is done through app.py and the layers behind it.
 
 Nothing heavy is imported before it is needed: `--help` answers in a tenth of a second.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from ai_engine import __version__
 from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
 from ai_engine.ports.errors import AiEngineError
+from ai_engine.progress import Progress
+from ai_engine.version import __version__
 
 if TYPE_CHECKING:
     import msgspec
@@ -33,41 +33,6 @@ EPILOG = """examples:
 
 Errors say what to change. Ctrl-C stops cleanly. Docs: README.md, docs/trace.md.
 """
-
-
-class Progress:
-    """A progress bar on a terminal, one line per finished phase elsewhere; silent when ``quiet``."""
-
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
-        self._tty = sys.stderr.isatty()
-        self._phase = ""
-        self._started_s = 0.0
-        self._drawn_s = 0.0
-
-    def __call__(self, phase: str, fraction: float) -> None:
-        """``fraction`` runs from 0 to 1 within a phase; 1 ends it."""
-        if self._quiet:
-            return
-        now = time.monotonic()
-        if phase != self._phase:
-            self._phase, self._started_s, self._drawn_s = phase, now, 0.0
-        if fraction >= 1.0:
-            took = now - self._started_s
-            if took >= 0.2:
-                self._write(f"\r{phase}: done in {took:.1f} s" + (" " * 40 if self._tty else "") + "\n")
-            elif self._tty and self._drawn_s:
-                self._write("\r" + " " * 78 + "\r")
-            self._phase = ""
-        elif self._tty and now - self._drawn_s > 0.1 and now - self._started_s > 0.15:
-            self._drawn_s = now
-            filled = int(30 * min(max(fraction, 0.0), 1.0))
-            self._write(f"\r{phase:<28.28} [{'#' * filled}{'.' * (30 - filled)}] {fraction:4.0%}")
-
-    @staticmethod
-    def _write(text: str) -> None:
-        sys.stderr.write(text if sys.stderr.isatty() else text.lstrip("\r"))
-        sys.stderr.flush()
 
 
 def size_bytes(text: str) -> int:
@@ -185,14 +150,14 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    from ai_engine import app
+    from ai_engine.gateway import serve as run
 
     serve = config_from(args, ServeConfig)
     if not serve.api_key and os.environ.get("AI_ENGINE_API_KEY"):
         import msgspec
 
         serve = msgspec.structs.replace(serve, api_key=os.environ["AI_ENGINE_API_KEY"])
-    return app.serve(args.model, check_engine(config_from(args, EngineConfig)), check_serve(serve), Progress())
+    return run(args.model, check_engine(config_from(args, EngineConfig)), check_serve(serve), Progress())
 
 
 def open_llm(args: argparse.Namespace) -> LLM:

@@ -17,7 +17,7 @@ import queue
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -84,9 +84,9 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], *, stop: str | Sequence[str] = (), **sampling: Any
     ) -> list[Completion]:
         """Answer all prompts (texts or token ids) in one batch; answers in the order of the prompts."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        return self._call(self._generate_all(list(prompts), stop, sampling))  # type: ignore[arg-type]
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = [cast(Prompt, prompts)] if one else list(cast(Sequence[Prompt], prompts))
+        return self._call(self._generate_all(many, stop, sampling))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **sampling: Any

@@ -1,0 +1,279 @@
+"""Wiring: the one file that knows every layer and hands each the ports it needs.
+
+Owns how parts are put together (in one process, or gateway and worker) and the order of start and stop. Layers are
+imported inside functions, so that the gateway never loads a compiler and `--help` loads nothing.
+
+    find_model -> open_model -> build_runtime -> Service            the worker's half   (worker.py, or in process)
+                             -> ModelText                           the gateway's half
+    gateway.py: uvicorn(Gate(Api)); Api -> Relay -> ServingClient | Service
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ai_engine.config import EngineConfig, ServeConfig
+from ai_engine.ports.errors import NotReady
+from ai_engine.ports.runtime import Limits, MemoryReport, Runtime
+from ai_engine.ports.serving import Chunk, GenerateRequest, Health, Serving
+from ai_engine.ports.telemetry import Event, PhaseDone, Telemetry
+
+if TYPE_CHECKING:
+    from ai_engine.data.service import ModelText
+    from ai_engine.kernels.cpu.lang import Target
+    from ai_engine.ports.kernels import Kernels
+    from ai_engine.ports.model import ModelFile, TokenizerData
+    from ai_engine.runtime.plan import EngineOptions
+    from ai_engine.serving.service import Service
+
+Progress = Callable[[str, float], None]
+
+
+def no_progress(phase: str, fraction: float) -> None:
+    """For callers that do not want to be told."""
+
+
+class NoTelemetry:
+    """Implements ports.telemetry.Telemetry for in-process use without a metrics page."""
+
+    def emit(self, event: Event) -> None:
+        return
+
+
+# parts
+
+
+def find_model(name: str, *, offline: bool, progress: Progress) -> Path:
+    """The local file or folder of a model name; fetched if it has to be."""
+    from ai_engine.data.models import resolve
+
+    return resolve(name, progress=progress, offline=offline)
+
+
+def build_kernels(config: EngineConfig) -> Kernels:
+    """The kernels that the config names, on this machine's threads."""
+    if config.kernels == "reference":
+        from ai_engine.kernels.reference.backend import ReferenceKernels
+
+        return ReferenceKernels()
+    from ai_engine.hardware.machine import read_machine
+    from ai_engine.hardware.team import NativeTeam
+    from ai_engine.kernels.cpu.backend import CpuKernels
+
+    threads = config.threads or read_machine().default_threads
+    return CpuKernels(NativeTeam(threads), cpu_target(config.cpu))
+
+
+def cpu_target(name: str) -> Target | None:
+    """The instruction set of that name; None for the best here."""
+    from ai_engine.kernels.cpu.lang import TARGETS
+
+    return None if name == "auto" else TARGETS[name]
+
+
+def build_runtime(
+    file: ModelFile, config: EngineConfig, progress: Progress, telemetry: Telemetry, eos_ids: frozenset[int]
+) -> Runtime:
+    """Weights packed, kernels ready, pages allocated, shapes warmed up."""
+    from ai_engine.hardware.arena import MappedArena
+    from ai_engine.hardware.machine import read_machine
+    from ai_engine.ports.clock import SystemClock
+    from ai_engine.runtime.engine import build_engine
+
+    return build_engine(
+        file,
+        build_kernels(config),
+        MappedArena,
+        read_machine().memory_available_bytes,
+        SystemClock(),
+        engine_options(config, eos_ids),
+        progress=phase_timer(progress, telemetry),
+    )
+
+
+def engine_options(config: EngineConfig, eos_ids: frozenset[int] = frozenset()) -> EngineOptions:
+    from ai_engine.runtime.plan import EngineOptions
+
+    return EngineOptions(
+        max_context=config.max_context,
+        max_seqs=config.max_seqs,
+        max_step_tokens=config.max_step_tokens,
+        kv_memory=config.kv_memory,
+        page_tokens=config.page_tokens,
+        eviction=config.eviction,
+        prefix_cache=config.prefix_cache,
+        eos_ids=tuple(sorted(eos_ids)),
+    )
+
+
+def build_service(runtime: Runtime, serve: ServeConfig, telemetry: Telemetry, eos_ids: frozenset[int]) -> Service:
+    from ai_engine.serving.config import ServingConfig
+    from ai_engine.serving.service import Service
+
+    config = ServingConfig(
+        max_queue_requests=serve.max_queue_requests,
+        max_queue_tokens=serve.max_queue_tokens,
+        step_target_s=serve.step_target_ms / 1000.0,
+        drain_deadline_s=serve.drain_s,
+    )
+    return Service(runtime, telemetry=telemetry, config=config, eos_ids=eos_ids)
+
+
+def build_text(data: TokenizerData) -> ModelText:
+    from ai_engine.data.models import cache_dir
+    from ai_engine.data.service import ModelText
+
+    return ModelText(data, cache_dir=cache_dir() / "tokenizers")
+
+
+def phase_timer(progress: Progress, telemetry: Telemetry) -> Progress:
+    """The same progress, with each phase's duration emitted when it ends."""
+    started: dict[str, float] = {}
+
+    def tell(phase: str, fraction: float) -> None:
+        begun = started.setdefault(phase, time.monotonic())
+        if fraction >= 1.0:
+            del started[phase]
+            telemetry.emit(PhaseDone(phase, time.monotonic() - begun))
+        progress(phase, fraction)
+
+    return tell
+
+
+# everything in this process
+
+
+@dataclass
+class Local:
+    """An engine in this process behind its serving port."""
+
+    serving: Service
+    runtime: Runtime
+    text: ModelText
+    defaults: dict[str, float]
+
+    @property
+    def limits(self) -> Limits:
+        return self.runtime.limits
+
+    async def close(self) -> None:
+        await self.serving.close()
+        self.runtime.close()
+        self.text.close()
+
+
+async def open_local(
+    model: str,
+    engine: EngineConfig,
+    serve: ServeConfig,
+    progress: Progress | None = None,
+    telemetry: Telemetry | None = None,
+) -> Local:
+    """Find, load and start a model here; raises from the error tree, leaving nothing behind."""
+    told, events = progress or no_progress, telemetry or NoTelemetry()
+    path = await asyncio.to_thread(find_model, model, offline=serve.offline, progress=told)
+    return await open_local_path(path, engine, serve, told, events)
+
+
+async def open_local_path(
+    path: Path, engine: EngineConfig, serve: ServeConfig, progress: Progress, telemetry: Telemetry
+) -> Local:
+    from ai_engine.data.models import open_model
+
+    with contextlib.closing(open_model(path)) as file:
+        data = file.tokenizer()
+        text = await asyncio.to_thread(build_text, data)
+        runtime = await asyncio.to_thread(build_runtime, file, engine, progress, telemetry, text.eos_ids)
+    service = build_service(runtime, serve, telemetry, text.eos_ids)
+    await service.start()
+    return Local(service, runtime, text, data.defaults)
+
+
+class Relay:
+    """Implements ports.serving.Serving by another one that may come later, go, and come back."""
+
+    def __init__(self, reason: str) -> None:
+        self.target: Serving | None = None
+        self.reason = reason
+
+    def _now(self) -> Serving:
+        if self.target is None:
+            raise NotReady(f"the server is not ready: {self.reason}", retry_after_s=2.0)
+        return self.target
+
+    async def submit(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        return await self._now().submit(request)
+
+    async def cancel(self, request_id: str, index: int | None = None) -> None:
+        if self.target is not None:
+            await self.target.cancel(request_id, index)
+
+    async def health(self) -> Health:
+        if self.target is None:
+            return Health(live=True, ready=False, reason=self.reason)
+        return await self.target.health()
+
+    async def drain(self, deadline_s: float) -> None:
+        if self.target is not None:
+            await self.target.drain(deadline_s)
+
+
+# commands
+
+
+def models_table() -> str:
+    from ai_engine.data.models import list_models
+
+    rows = [("NAME", "SIZE", "STATE", "WHAT")]
+    rows += [(entry.name, format_bytes(entry.nbytes), entry.state, entry.about) for entry in list_models()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
+    )
+
+
+def pull(model: str, progress: Progress, *, verify: bool) -> str:
+    from ai_engine.data import models
+
+    path = models.resolve(model, progress=progress)
+    if verify:
+        models.verify(model)
+    return f"{path}" + (" (digest checked)" if verify else "")
+
+
+def inspect_model(model: str, config: EngineConfig, progress: Progress, *, tensors: bool, as_json: bool) -> str:
+    raise NotImplementedError
+
+
+def graph_text(model: str, config: EngineConfig, progress: Progress, *, every_pass: bool, layers: int) -> str:
+    raise NotImplementedError
+
+
+def format_bytes(count: float) -> str:
+    """'512 B', '93.8 MB', '1.42 GB' (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def memory_line(memory: MemoryReport, limits: Limits) -> str:
+    """The sum that the start line prints."""
+    parts = {name: getattr(memory, name) for name in ("weights", "kv", "activations", "workspace")}
+    total = format_bytes(sum(parts.values()))
+    listed = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    tokens = memory.kv // max(1, memory.kv_bytes_per_token)
+    return f"memory: {listed} = {total}; KV holds {tokens} tokens, a request at most {limits.max_context}"
+
+
+def to_json(value: Any) -> str:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

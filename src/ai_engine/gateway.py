@@ -1,0 +1,363 @@
+"""The gateway process: HTTP in front, a worker or an in-process engine behind, start, drain and stop.
+
+The port is open from the first moment: until the model is ready, and whenever the worker is gone, /livez answers 200,
+/readyz and requests answer 503 with the reason. A worker that dies is started again. Owns processes, signals and what
+the terminal shows; app.py owns how parts are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import uvicorn
+import uvloop
+
+from ai_engine import app
+from ai_engine.api.app import Api
+from ai_engine.api.http import ApiConfig, Receive, Scope, Send
+from ai_engine.api.openai_types import ServedModel
+from ai_engine.config import EngineConfig, ServeConfig
+from ai_engine.data.service import ModelText
+from ai_engine.observe.metrics import Metrics
+from ai_engine.ports.errors import ConfigError, EngineError, NotReady, error_from_code
+from ai_engine.ports.runtime import Limits, MemoryReport
+from ai_engine.ports.text import Encoded, OutputStream
+from ai_engine.version import __version__
+from ai_engine.wire import ServingClient
+from ai_engine.worker import Job, Report
+
+RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Pauses before a dead worker is started again, the last one repeating."""
+UNKNOWN_LIMIT = 1 << 31
+
+
+class Gate:
+    """The ASGI callable that uvicorn runs: the Api of the moment."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.api(scope, receive, send)
+
+
+class NoText:
+    """Stands in for the TextService while the tokeniser is being made."""
+
+    vocab_size = 1
+
+    def _refuse(self) -> NoReturn:
+        raise NotReady("the server is not ready: the model is loading", retry_after_s=2.0)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Encoded:
+        self._refuse()
+
+    async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
+        self._refuse()
+
+    def token_bytes(self, token: int) -> bytes:
+        self._refuse()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        self._refuse()
+
+    def open_output(
+        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+    ) -> OutputStream:
+        self._refuse()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the gateway decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class WorkerProcess:
+    """One life of the worker."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ai_engine.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C goes to the gateway alone
+        )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(msgspec.json.encode(job))
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    async def report(self) -> Report:
+        """Wait until the engine is ready. Raises what it failed with."""
+        assert self.process.stdout is not None
+        line = await asyncio.to_thread(self.process.stdout.readline)
+        if not line:
+            code = await asyncio.to_thread(self.process.wait)
+            raise EngineError(f"the worker ended with status {code} before it was ready; its output is above")
+        report = msgspec.json.decode(line, type=Report)
+        if report.limits is None:
+            raise error_from_code(report.code, report.message)
+        return report
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """The worker leaves when its socket closes; terminate, then kill, if it does not."""
+        for end in (self.process.terminate, self.process.kill):
+            try:
+                await asyncio.to_thread(self.process.wait, grace_s)
+                break
+            except subprocess.TimeoutExpired:
+                end()
+        await asyncio.to_thread(self.process.wait)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Gateway:
+    """State of one `serve`."""
+
+    def __init__(
+        self, model: str, path: Path, engine: EngineConfig, config: ServeConfig, progress: app.Progress
+    ) -> None:
+        self.path, self.engine, self.config, self.progress = path, engine, config, progress
+        self.name = config.served_name or model
+        self.created = int(time.time())
+        self.metrics = Metrics(__version__)
+        self.relay = app.Relay("the model is loading")
+        self.stopping = asyncio.Event()
+        self.text: ModelText | None = None
+        loading = ServedModel(
+            id=self.name,
+            max_context=UNKNOWN_LIMIT,
+            vocab_size=UNKNOWN_LIMIT,
+            created=self.created,
+            aliases=config.alias,
+        )
+        self.gate = Gate(self._api(NoText(), loading))
+
+    def _api(self, text: Any, model: ServedModel) -> Api:
+        config = ApiConfig(
+            api_key=self.config.api_key or None,
+            max_body_bytes=self.config.max_body_bytes,
+            request_timeout_s=self.config.request_timeout_s or None,
+            cors_origins=self.config.cors_origin,
+        )
+        return Api(
+            serving=self.relay,
+            text=text,
+            model=model,
+            telemetry=self.metrics,
+            metrics=self.metrics.render,
+            config=config,
+        )
+
+    def open_door(self, text: ModelText, limits: Limits, defaults: Mapping[str, float]) -> None:
+        """From now on requests are answered."""
+        self.gate.api = self._api(
+            text,
+            ServedModel(
+                id=self.name,
+                max_context=limits.max_context,
+                vocab_size=limits.vocab_size,
+                created=self.created,
+                aliases=self.config.alias,
+                defaults=defaults,
+            ),
+        )
+
+    async def run(self) -> int:
+        listener = listen(self.config.host, self.config.port)
+        server = Server(
+            uvicorn.Config(
+                self.gate,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=5,
+                backlog=1024,
+            )
+        )
+        self._on_signals()
+        http = asyncio.create_task(server.serve(sockets=[listener]))
+        engine = asyncio.create_task(self._in_process(listener) if self.config.in_process else self._workers(listener))
+        stop = asyncio.create_task(self.stopping.wait())
+        try:
+            await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            server.should_exit = True
+            await http
+            stop.cancel()
+            engine.cancel()
+            outcome = (await asyncio.gather(engine, return_exceptions=True))[0]
+            listener.close()
+        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome
+        return 0
+
+    def _on_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal, number)
+
+    def _signal(self, number: int) -> None:
+        if self.stopping.is_set():  # asked twice: at once
+            say("stopping now")
+            for task in asyncio.all_tasks():
+                task.cancel()
+            return
+        self.stopping.set()
+
+    async def _drain(self) -> None:
+        """New work gets 503, running work may finish, then the door closes."""
+        self.gate.api.draining = True
+        now = await self.relay.health()
+        if now.running_requests + now.queued_requests and self.config.drain_s > 0:
+            what = f"{now.running_requests} running, {now.queued_requests} queued"
+            say(f"draining: {what}; {self.config.drain_s:g} s at most")
+        await self.relay.drain(self.config.drain_s)
+
+    # the engine, in this process
+
+    async def _in_process(self, listener: socket.socket) -> None:
+        local = await app.open_local_path(self.path, self.engine, self.config, self.progress, self.metrics)
+        self.relay.target = local.serving
+        self.open_door(local.text, local.limits, local.defaults)
+        self._announce(listener, local.limits, local.runtime.memory)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await local.close()
+
+    # the engine, in a worker
+
+    async def _workers(self, listener: socket.socket) -> None:
+        """One worker after another, until this task is cancelled."""
+        from ai_engine.data.models import open_model
+
+        with tempfile.TemporaryDirectory(prefix="ai-engine-") as folder:
+            with contextlib.closing(await asyncio.to_thread(open_model, self.path)) as file:
+                data = file.tokenizer()
+            deaths = 0
+            while True:
+                job = Job(
+                    path=str(self.path),
+                    socket=str(Path(folder) / f"worker-{deaths}.sock"),
+                    engine=self.engine,
+                    serve=self.config,
+                    eos_ids=list(data.eos_ids),
+                )
+                worker = WorkerProcess(job)
+                try:
+                    if self.text is None:
+                        self.text = await asyncio.to_thread(app.build_text, data)
+                    report = await worker.report()
+                    client = await ServingClient.connect(job.socket, telemetry=self.metrics)
+                    try:
+                        await self._one_life(client, report, listener, self.text, data.defaults, first=deaths == 0)
+                    finally:
+                        self.relay.target = None
+                        await client.close()
+                finally:
+                    self.relay.target, self.relay.reason = None, "the worker has ended and is being started again"
+                    await worker.stop()
+                pause_s = RESTART_S[min(deaths, len(RESTART_S) - 1)]
+                deaths += 1
+                say(f"the worker ended with status {worker.process.returncode}; starting another in {pause_s:g} s")
+                await asyncio.sleep(pause_s)
+
+    async def _one_life(
+        self,
+        client: ServingClient,
+        report: Report,
+        listener: socket.socket,
+        text: ModelText,
+        defaults: Mapping[str, float],
+        *,
+        first: bool,
+    ) -> None:
+        """From ready until the worker is gone."""
+        assert report.limits is not None
+        assert report.memory is not None
+        self.relay.target = client
+        self.open_door(text, report.limits, defaults)
+        if first:
+            self._announce(listener, report.limits, report.memory)
+        else:
+            say("the worker is ready again")
+        await client.lost.wait()
+
+    def _announce(self, listener: socket.socket, limits: Limits, memory: MemoryReport) -> None:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else shown}:{port}/v1"
+        key = ' -H "authorization: Bearer $AI_ENGINE_API_KEY"' if self.config.api_key else ""
+        body = {
+            "model": self.name,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+        say(app.memory_line(memory, limits))
+        if not self.config.api_key:
+            say("no key is set: anyone on this machine may send requests")
+        say(f"ready: {url} serves {self.name}. Try:")
+        say(f"  curl {url}/chat/completions -H 'content-type: application/json'{key} -d '{json.dumps(body)}'")
+
+
+def say(text: str) -> None:
+    """A line for the person at the terminal."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address cannot be had."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        listener = socket.socket(family, kind)
+    except OSError as error:
+        raise ConfigError(f"--host {host} cannot be resolved: {error.strerror or error}", param="host") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        hint = f"; is another server on port {port}? Use --port (or PORT=)" if port else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{hint}", param="port") from None
+    listener.listen(1024)
+    listener.set_inheritable(False)
+    return listener
+
+
+def serve(model: str, engine: EngineConfig, config: ServeConfig, progress: app.Progress) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit status. Raises from the error tree when it cannot start."""
+    path = app.find_model(model, offline=config.offline, progress=progress)
+    return uvloop.run(Gateway(model, path, engine, config, progress).run())

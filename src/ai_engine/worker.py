@@ -1,0 +1,83 @@
+"""The worker process: serving, runtime, kernels and hardware behind a Unix socket.
+
+    python -m ai_engine.worker < job
+
+Reads one Job from standard input, writes one Report to standard output when it is ready or has failed, then serves its
+one gateway until that is gone. Progress bars go to standard error. Owns the process; app.py owns the wiring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from ai_engine.config import EngineConfig, ServeConfig
+from ai_engine.ports.errors import AiEngineError
+from ai_engine.ports.runtime import Limits, MemoryReport
+from ai_engine.progress import Progress
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    socket: str
+    engine: EngineConfig
+    serve: ServeConfig
+    eos_ids: list[int]
+    quiet: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Ready (limits and memory) or failed (code and message)."""
+
+    limits: Limits | None = None
+    memory: MemoryReport | None = None
+    code: str = ""
+    message: str = ""
+
+
+async def run(job: Job, out: BinaryIO) -> None:
+    from ai_engine import app
+    from ai_engine.data.models import open_model
+    from ai_engine.wire import TelemetryClient, serve_serving
+
+    telemetry = TelemetryClient()
+    with contextlib.closing(open_model(Path(job.path))) as file:
+        runtime = await asyncio.to_thread(
+            app.build_runtime, file, job.engine, Progress(quiet=job.quiet), telemetry, frozenset(job.eos_ids)
+        )
+    service = app.build_service(runtime, job.serve, telemetry, frozenset(job.eos_ids))
+    await service.start()
+    try:
+        out.write(msgspec.json.encode(Report(limits=runtime.limits, memory=runtime.memory)) + b"\n")
+        out.flush()
+        await serve_serving(job.socket, service, telemetry=telemetry)
+    finally:
+        await service.close()
+        runtime.close()
+
+
+def main() -> int:
+    """Exit status 0 when the gateway has gone, 1 when the engine could not be built."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle: it drains, then hangs up
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing but the report may reach the gateway's pipe
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    try:
+        asyncio.run(run(job, out))
+    except AiEngineError as error:
+        with contextlib.suppress(BrokenPipeError):
+            out.write(msgspec.json.encode(Report(code=error.code, message=error.message)) + b"\n")
+            out.flush()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
