@@ -158,9 +158,9 @@ _X86 = {
     "futex": 202,
 }
 _ARM = {
-    "declare": "",
-    "cycles": 'call i64 asm sideeffect "mrs $0, cntvct_el0", "=r"()',
-    "pause": 'call void asm sideeffect "yield", ""()',
+    "declare": "declare void @llvm.aarch64.hint(i32)\ndeclare i64 @llvm.readsteadycounter()",
+    "cycles": "call i64 @llvm.readsteadycounter()",
+    "pause": "call void @llvm.aarch64.hint(i32 1)",  # yield
     "futex": 98,
 }
 

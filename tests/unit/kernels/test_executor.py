@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -48,7 +49,19 @@ def exec_header(k: Kernel) -> None:
     k.store(k.scratch + k.context.thread * 0, k.i64(1))
 
 
-KERNELS = [exec_nothing, exec_count, exec_barriers, exec_header]
+@kernel(source="ptr", out="ptr", n="i64")
+def exec_mix(k: Kernel) -> None:
+    """out[i] = source[i] + source[7 i mod n]: wrong unless all of the source is there. In two loops, the second of
+    which adds what the first one wrote elsewhere."""
+    source, out, n = k.array(k.arg.source, "i64"), k.array(k.arg.out, "i64"), k.arg.n
+    with k.work_items(n, 3) as i:
+        out[i] = source[i] + source[i * 7 % n]
+    k.wait_items(0)
+    with k.work_items(n, counter=1) as i:
+        out[i + n] = out[i] + out[i * 5 % n]
+
+
+KERNELS = [exec_mix, exec_nothing, exec_count, exec_barriers, exec_header]
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -67,6 +80,24 @@ def test_each_work_item_runs_exactly_once(harness: Harness) -> None:
         for _ in range(20):
             harness.run_all([call, ("exec_nothing", {}), call])
         np.testing.assert_array_equal(out, 40)
+
+
+def test_slots_and_loops_see_what_came_before(harness: Harness) -> None:
+    n = 101
+    buffers = np.zeros((31, 2 * n), np.int64)
+    for _ in range(20):
+        buffers[:] = 0
+        buffers[0, :n] = np.arange(n)
+        harness.run_all(
+            [
+                ("exec_mix", {"source": a.ctypes.data, "out": b.ctypes.data, "n": n})
+                for a, b in itertools.pairwise(buffers)
+            ]
+        )
+        at = np.arange(n)
+        for source, out in itertools.pairwise(buffers):
+            np.testing.assert_array_equal(out[:n], source[:n] + source[at * 7 % n])
+            np.testing.assert_array_equal(out[n:], out[:n] + out[at * 5 % n])
 
 
 def test_barrier_makes_writes_visible(harness: Harness) -> None:

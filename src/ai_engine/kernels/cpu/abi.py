@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Part of the kernel cache's key; raise it when a layout here changes meaning without changing text."""
 
 SCRATCH_BYTES: Final = 1 << 20
 """Scratch memory of each thread."""
 
-COUNTERS_PER_SLOT: Final = 8
+COUNTERS_PER_SLOT: Final = 4
 COUNTER_STRIDE: Final = 64
-"""Bytes between the work counters of two slots: eight i64 counters in one cache line."""
+COUNTER_DONE: Final = 32
+"""A slot's work counters, one cache line: four i64 of items taken, then four pairs of i32: items done, items in all."""
 
 FLAG_STRIDE: Final = 128
 """Bytes between two threads' barrier flags (i32)."""
 
 SLOT_WORDS: Final = 4
 SLOT_BARRIER: Final = 1
-"""A slot is {function address, args address, flags, op index}; flag bit 0: barrier after the call."""
+"""A slot is {function address, args address, flags, op index}; flag bit 0: what the call, and those
+since the last barrier, wrote is complete before the next call starts."""
 
 RING_HEADER_BYTES: Final = 128
 RING_ENTRY_WORDS: Final = 4

@@ -6,17 +6,14 @@ kernels, their layouts, nor the threads, which come in as a ThreadTeam.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ai_engine.kernels import catalog
-from ai_engine.kernels.cpu import abi, attention, build, matmul, pack
+from ai_engine.kernels.cpu import abi, attention, build, matmul, pack, sample
 from ai_engine.kernels.cpu.attention import KvLayout
 from ai_engine.kernels.cpu.executor import SPIN_US, Clock, Contexts, Rings, aligned
 from ai_engine.kernels.cpu.formats import ActLayout
@@ -120,12 +117,6 @@ class StepArrays:
             header[_MASK_STRIDE] = sample.masks.shape[1]
         return tokens, rows
 
-
-sample: Any = (
-    importlib.import_module("ai_engine.kernels.cpu.sample")
-    if importlib.util.find_spec("ai_engine.kernels.cpu.sample")
-    else None
-)
 
 _T, _S, _R, _STEP, _ROW_SEQ, _PAGE_TABLE, _PAGE_STRIDE, _MASK_STRIDE = (
     HEADER.index[n] for n in ("T", "S", "R", "step", "row_seq", "page_table", "page_stride", "mask_stride")
@@ -315,7 +306,7 @@ class _Binder:
                 kv_heads=self.layout.kv_heads, head_dim=self.layout.head_dim,
             )  # fmt: skip
         if call.op == "sample":
-            return int(sample.workspace_bytes(self.target, self.resources.max_logit_rows, self.resources.vocab_size))
+            return sample.workspace_bytes(self.target, self.resources.max_logit_rows, self.resources.vocab_size)
         return 0
 
     def bind(self, call: Call, definitions: dict[str, Record]) -> tuple[str, U64, str]:
@@ -446,7 +437,7 @@ class _Binder:
 
     def _sample(self, call: Call) -> tuple[str, U64]:
         logits = call.inputs[0]
-        bound: tuple[str, U64] = sample.sample_args(
+        return sample.sample_args(
             self.target,
             logits=self.at(logits),
             logits_stride=logits.type.cols,
@@ -454,7 +445,6 @@ class _Binder:
             max_rows=self.resources.max_logit_rows,
             workspace=self.workspace,
         )
-        return bound
 
 
 def _suffix(call: Call) -> str:

@@ -35,6 +35,8 @@ def run_slots(k: Kernel) -> None:
     written = k.var(k.load(ring, "i64"))
     last = k.load(ring + 8, "i64") - 1
     step = k.load(c.header + 8 * HEADER.index["step"], "i64")
+    incomplete = k.var(k.i64(0))  # first slot since the last barrier
+    epoch = k.var(c.epoch)
     with k.loop(0, c.num_slots) as i:
         slot = c.slots + i * (8 * abi.SLOT_WORDS)
         k.context.set("counters", c.counter_base + i * abi.COUNTER_STRIDE)
@@ -47,7 +49,15 @@ def run_slots(k: Kernel) -> None:
         written.v = written.v + 1
         k.store_release(ring, written.v)
         with k.if_((k.load(slot + 16, "i64") & abi.SLOT_BARRIER).ne(0)):
-            k.barrier()
+            # A kernel that had its threads meet may have worked by thread number: then all must come. Otherwise all
+            # items must be done, and a late thread need not come.
+            with k.if_else(k.context.epoch.ne(epoch.v)) as (together, items):
+                with together:
+                    k.barrier()
+                with items, k.loop(incomplete.v, i + 1) as s:
+                    k.wait_slot(c.counter_base + s * abi.COUNTER_STRIDE)
+            incomplete.v = i + 1
+            epoch.v = k.context.epoch
 
 
 @kernel(out="ptr")

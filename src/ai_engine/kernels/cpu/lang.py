@@ -768,35 +768,51 @@ class Kernel:
     @contextlib.contextmanager
     def work_items(self, count: Operand, grain: Operand = 1, counter: int = 0) -> Iterator[Value]:
         """Items 0..count-1 shared out dynamically among the threads, ``grain`` at a time; each runs exactly once, on
-        any thread. A kernel with several such loops gives each its own ``counter`` (0 to 7). No barrier is implied."""
+        any thread. A kernel with several such loops gives each its own ``counter`` (0 to 3). Nobody waits here: see
+        `wait_items`, and the slot's barrier.
+
+        A thread that comes late finds the items done and goes on, so one that the system holds up elsewhere delays
+        nobody. Hence what a kernel writes outside of such loops, by thread number, must end in a `barrier`.
+        """
         assert 0 <= counter < abi.COUNTERS_PER_SLOT
-        total, by = self.coerce(count, "i64"), self.coerce(grain, "i64")
-        taken = self.context.counters + 8 * counter
+        total, by = self.max(self.coerce(count, "i64"), 0), self.coerce(grain, "i64")
+        line = self.context.counters
+        taken, done = line + 8 * counter, line + (abi.COUNTER_DONE + 8 * counter)
+        self._store_atomic(done + 4, total.trunc("i32"), "monotonic")
         with self.forever() as leave_if:
             first = self.atomic_add(taken, by, ordering="monotonic")
             leave_if(first >= total)
             end = self.min(first + by, total)
             with self.loop(first, end) as i:
                 yield i
+            items = (end - first).trunc("i32")
+            with self.if_((self.atomic_add(done, items, "i32") + items).eq(total.trunc("i32"))):
+                self.call("wake_sleepers", _emit_wake, self.ctx, done)
+
+    def wait_items(self, counter: int = 0) -> None:
+        """Wait until every item of this kernel's loop over ``counter`` is done, whoever does it; their writes are then
+        visible."""
+        self.call("wait_done", _emit_wait_done, self.ctx, self.context.counters + (abi.COUNTER_DONE + 8 * counter))
+
+    def wait_slot(self, line: Value) -> None:
+        """As `wait_items` for all loops of the slot with these work counters (the executor)."""
+        self.call("wait_slot", _emit_wait_slot, self.ctx, line)
 
     def barrier(self) -> None:
-        """Wait until every thread has come here; what they wrote is then visible."""
+        """Wait until every thread has come here; what they wrote is then visible. Every thread must come."""
         self.call("thread_barrier", _emit_barrier, self.ctx)
 
     def cycles(self) -> Value:
         """The machine's constant-rate counter (x86 TSC; aarch64 CNTVCT)."""
-        if self.target.x86:
-            return Value(self, self._intrinsic("llvm.readcyclecounter", _SCALAR["i64"], []), "i64")
-        asm = ir.InlineAsm(ir.FunctionType(_SCALAR["i64"], []), "mrs $0, cntvct_el0", "=r", side_effect=True)
-        return Value(self, self.b.call(asm, []), "i64")
+        name = "llvm.readcyclecounter" if self.target.x86 else "llvm.readsteadycounter"
+        return Value(self, self._intrinsic(name, _SCALAR["i64"], []), "i64")
 
     def pause(self) -> None:
         """Be polite in a spin loop."""
         if self.target.x86:
             self._intrinsic("llvm.x86.sse2.pause", ir.VoidType(), [])
         else:
-            asm = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "yield", "", side_effect=True)
-            self.b.call(asm, [])
+            self._intrinsic("llvm.aarch64.hint", ir.VoidType(), [self.i32(1).v])  # yield
 
     def keep_order(self) -> None:
         """No load or store moves past here: keeps LLVM's scheduler from hoisting loads until registers spill."""
@@ -1028,35 +1044,55 @@ class _TypedCallee:
         return str(self._value.get_reference())
 
 
-def _emit_barrier(k: Kernel, ctx: Value) -> None:
-    """Store this thread's flag, then wait for each other thread's: spin for a bounded time, then sleep on its flag.
+# Waiting. A thread spins on a word for a bounded time, then sleeps on it (futex). It counts itself in ``sleepers``
+# before the system re-checks the word, and who changes the word does so before reading ``sleepers``; both are
+# sequentially consistent, so no wake-up is lost.
 
-    A thread about to sleep counts itself in ``sleepers`` before the kernel re-checks the flag (futex), and an arriving
-    thread stores its flag before it reads ``sleepers``; both sequentially consistent, so no wake-up is lost.
-    """
-    c = View(k, CONTEXT, ctx)
-    epoch = (c.epoch + 1).trunc("i32").zext("i64")
-    c.set("epoch", epoch)
-    me, flags, sleepers = c.thread, c.flags, c.sleepers
-    value = epoch.trunc("i32")
-    mine = flags + me * abi.FLAG_STRIDE
-    k.store_seq_cst(mine, value)
-    with k.if_(k.load_seq_cst(sleepers, "i32").ne(0)):
-        k.call_address(c.syscall, *_futex(k, mine, abi.FUTEX_WAKE, k.i64(0x7FFFFFFF)), result="i64")
-    with k.loop(0, c.num_threads) as t, k.if_(t.ne(me)):
-        flag = flags + t * abi.FLAG_STRIDE
-        start = k.cycles()
-        limit = c.spin_cycles
+
+def _emit_wait(k: Kernel, ctx: Value, word: Value, arrived: Callable[[Value], Value]) -> None:
+    """Until ``arrived(word's value)``."""
+    with k.if_(~arrived(k.load_acquire(word, "i32"))):
+        c = View(k, CONTEXT, ctx)
+        start, limit = k.cycles(), c.spin_cycles
         with k.forever() as leave_if:
-            seen = k.load_acquire(flag, "i32")
-            leave_if((seen - value) >= 0)
+            seen = k.load_acquire(word, "i32")
+            leave_if(arrived(seen))
             with k.if_else(k.cycles() - start < limit) as (spin, sleep):
                 with spin:
                     k.pause()
                 with sleep:
-                    k.atomic_add(sleepers, 1, "i32")
-                    k.call_address(c.syscall, *_futex(k, flag, abi.FUTEX_WAIT, seen.zext("i64")), result="i64")
-                    k.atomic_add(sleepers, -1, "i32")
+                    k.atomic_add(c.sleepers, 1, "i32")
+                    k.call_address(c.syscall, *_futex(k, word, abi.FUTEX_WAIT, seen.zext("i64")), result="i64")
+                    k.atomic_add(c.sleepers, -1, "i32")
+
+
+def _emit_wake(k: Kernel, ctx: Value, word: Value) -> None:
+    """Wake who sleeps on a word that has just been changed."""
+    c = View(k, CONTEXT, ctx)
+    with k.if_(k.load_seq_cst(c.sleepers, "i32").ne(0)):
+        k.call_address(c.syscall, *_futex(k, word, abi.FUTEX_WAKE, k.i64(0x7FFFFFFF)), result="i64")
+
+
+def _emit_wait_done(k: Kernel, ctx: Value, done: Value) -> None:
+    total = k.load_acquire(done + 4, "i32")
+    _emit_wait(k, ctx, done, lambda seen: seen.eq(total))
+
+
+def _emit_wait_slot(k: Kernel, ctx: Value, line: Value) -> None:
+    for counter in range(abi.COUNTERS_PER_SLOT):
+        _emit_wait_done(k, ctx, line + (abi.COUNTER_DONE + 8 * counter))
+
+
+def _emit_barrier(k: Kernel, ctx: Value) -> None:
+    """Store this thread's flag, then wait for each other thread's."""
+    c = View(k, CONTEXT, ctx)
+    epoch = (c.epoch + 1).trunc("i32")
+    c.set("epoch", epoch.zext("i64"))
+    mine = c.flags + c.thread * abi.FLAG_STRIDE
+    k.store_seq_cst(mine, epoch)
+    _emit_wake(k, ctx, mine)
+    with k.loop(0, c.num_threads) as t:
+        _emit_wait(k, ctx, c.flags + t * abi.FLAG_STRIDE, lambda seen: (seen - epoch) >= 0)
 
 
 def _futex(k: Kernel, address: Value, operation: int, value: Value) -> list[Value]:
