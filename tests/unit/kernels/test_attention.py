@@ -155,6 +155,15 @@ def test_scores_far_apart_stay_exact(bench: Bench) -> None:
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
+def test_nan_shows_in_its_row_alone(bench: Bench) -> None:
+    bench.setup(4, 2, 16, [40, 300])
+    bench.q[1][290] = np.nan
+    bench.k[0][30] = np.nan
+    bench._store(0)
+    out = bench.run([(0, 20, 40), (1, 280, 300)])
+    assert np.isfinite(out).all(axis=1).tolist() == [True] * 10 + [False] * 10 + [True] * 10 + [False] + [True] * 9
+
+
 _BITS: dict[tuple[str, int], F32] = {}
 """Rows of a case by target and window: equal for every number of threads."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ai_engine.kernels.cpu.formats import GROUP
-from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Target, Value, kernel
+from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Target, Value, Var, kernel
 from ai_engine.kernels.cpu.quantize import act_record, emit_quantize_group
 from ai_engine.ports.kernels import KvShape
 
@@ -229,6 +229,29 @@ _FIELDS = {
 }
 
 
+def _outer(
+    k: Kernel,
+    rows: int,
+    registers: int,
+    row: Callable[[int], Value],
+    column: Callable[[int], Value],
+    sums: list[list[Var]],
+) -> None:
+    """sums[m][v] += row(m) * column(v), the fewer of the two held in registers."""
+    if rows > registers:
+        columns = [column(v) for v in range(registers)]
+        for m in range(rows):
+            x = row(m)
+            for v in range(registers):
+                sums[m][v].v = k.fma(x, columns[v], sums[m][v].v)
+    else:
+        held = [row(m) for m in range(rows)]
+        for v in range(registers):
+            x = column(v)
+            for m in range(rows):
+                sums[m][v].v = k.fma(held[m], x, sums[m][v].v)
+
+
 def _emit_scores(rows: int) -> Callable[..., None]:
     """scores[m][p] = sum_d q[m][d] k[d][p] for ``rows`` pairs and the BLOCK positions at ``keys``."""
 
@@ -243,11 +266,14 @@ def _emit_scores(rows: int) -> Callable[..., None]:
             with k.loop(0, head_dim, 4) as d:
                 for u in range(4):
                     dim = d + u
-                    key = [k.load(g + dim * (lanes * ELEMENT_BYTES), "f16", lanes).to_f32() for g in groups]
-                    for m in range(rows):
-                        query = k.splat(k.load(q_rows[m] + dim * 4, "f32"), lanes)
-                        for v in range(registers):
-                            sums[m][v].v = k.fma(query, key[v], sums[m][v].v)
+
+                    def query(m: int, dim: Value = dim) -> Value:
+                        return k.splat(k.load(q_rows[m] + dim * 4, "f32"), lanes)
+
+                    def key(v: int, dim: Value = dim, groups: list[Value] = groups) -> Value:
+                        return k.load(groups[v] + dim * (lanes * ELEMENT_BYTES), "f16", lanes).to_f32()
+
+                    _outer(k, rows, registers, query, key, sums)
             for m in range(rows):
                 for v in range(registers):
                     k.store(scores + 4 * (m * CHUNK + (first + v) * lanes), sums[m][v].v)
@@ -275,11 +301,14 @@ def _emit_values(rows: int) -> Callable[..., None]:
                     v_rows = k.load(blocks + block * 8, "ptr") + (column * ELEMENT_BYTES - begin * row_bytes)
                     with k.loop(k.max(first, begin), k.min(last, begin + BLOCK)) as p:
                         here = v_rows + p * row_bytes
-                        weight = [k.splat(k.load(weights + (p * 4 + 4 * CHUNK * m), "f32"), lanes) for m in range(rows)]
-                        for v in range(registers):
-                            value = k.load(here + v * lanes * ELEMENT_BYTES, "f16", lanes).to_f32()
-                            for m in range(rows):
-                                sums[m][v].v = k.fma(weight[m], value, sums[m][v].v)
+
+                        def weight(m: int, p: Value = p) -> Value:
+                            return k.splat(k.load(weights + (p * 4 + 4 * CHUNK * m), "f32"), lanes)
+
+                        def value(v: int, here: Value = here) -> Value:
+                            return k.load(here + v * lanes * ELEMENT_BYTES, "f16", lanes).to_f32()
+
+                        _outer(k, rows, registers, weight, value, sums)
                 for m in range(rows):
                     for v in range(registers):
                         k.store(o_rows[m] + (column + v * lanes) * 4, sums[m][v].v)
@@ -293,6 +322,18 @@ def _emit_values(rows: int) -> Callable[..., None]:
     return emit
 
 
+def _exp_not_positive(k: Kernel, x: Value) -> Value:
+    """`Kernel.exp` for x <= 0, in fewer steps: 0 below -87, within 1 ulp or so above; NaN stays."""
+    y = k.max(x.like(-87.0), x)
+    n = k.fma(y, 1.44269504088896341, 12582912.0)
+    whole = n - 12582912.0
+    r = k.fma(whole, 2.12194440e-4, k.fma(whole, -0.693359375, y))
+    p = x.like(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+        p = k.fma(p, r, c)
+    return k.select(x < -87.0, 0.0, (p.bitcast("i32") + (n.bitcast("i32") << 23)).bitcast("f32"))
+
+
 def _emit_softmax(k: Kernel, scores: Value, first: Value, last: Value, low: Value, high: Value, partial: Value) -> None:
     """scores[p] = exp(scores[p] - m) for low <= p < high, 0 elsewhere in the whole registers of first..last;
     partial[0], partial[1] = m, sum."""
@@ -300,16 +341,21 @@ def _emit_softmax(k: Kernel, scores: Value, first: Value, last: Value, low: Valu
     start = first - first % lanes
     s = k.array(scores, "f32")
     best = k.var(k.f32(LOWEST, lanes))
-    low32, high32 = k.splat(low.trunc("i32"), lanes), k.splat(high.trunc("i32"), lanes)
-    with k.loop(start, last, lanes) as i:
-        p = k.iota("i32", lanes) + i.trunc("i32")
-        visible = k.select((p >= low32) & (p < high32), s.load(i, lanes), float("-inf"))
-        s[i] = visible
-        best.v = k.max(visible, best.v)
+    end = (last + (lanes - 1)) // lanes * lanes
+    with k.if_else((low <= start) & (high >= end)) as (whole, partly):
+        with whole, k.loop(start, last, lanes) as i:
+            best.v = k.max(s.load(i, lanes), best.v)
+        with partly:
+            low32, high32 = k.splat(low.trunc("i32"), lanes), k.splat(high.trunc("i32"), lanes)
+            with k.loop(start, last, lanes) as i:
+                p = k.iota("i32", lanes) + i.trunc("i32")
+                visible = k.select((p >= low32) & (p < high32), s.load(i, lanes), float("-inf"))
+                s[i] = visible
+                best.v = k.max(visible, best.v)
     m = k.reduce_max(best.v)
     total = k.var(k.f32(0, lanes))
     with k.loop(start, last, lanes) as i:
-        weight = k.exp(s.load(i, lanes) - m)
+        weight = _exp_not_positive(k, s.load(i, lanes) - m)
         s[i] = weight
         total.v = total.v + weight
     out = k.array(partial, "f32")
@@ -489,7 +535,7 @@ def _emit_attention(k: Kernel, to_act: bool) -> None:
             k.call("attention_finish", _emit_finish, states + m * partial_stride, out, hd)
 
     # Fold the partials of split sequences, and quantise.
-    k.barrier()
+    k.wait_items(0)
     row_seq = k.array(h.row_seq, "i32")
     with k.work_items(h.T, counter=1) as row:
         s = row_seq[row].sext("i64")
