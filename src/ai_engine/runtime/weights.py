@@ -1,8 +1,8 @@
 """Loading: the file's tensors, repacked by the kernels into one arena, row block by row block.
 
 Owns the order of rows (rope halves, gate and up alternating), the conversion of vectors to F32 and where each weight
-lies in the arena. Does not own the packed layout (the kernels' `pack_rows`). The file's pages are dropped as soon as
-a tensor is done, so that resident memory stays near one copy of the weights.
+lies in the arena. Does not own the packed layout (the kernels' `pack_rows`). The file's pages are dropped after
+every block, so that resident memory stays near one copy of the weights.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ def load_weights(
             _load_vector(weight, file, kernels, out)
         else:
             _load_matrix(weight, file, kernels, out, partial(_report, progress, start, total))
-        for part in weight.parts:
-            file.drop(part.tensor)
         loaded[weight.name] = (weight.spec, out)
     progress(1.0)
     return loaded
@@ -93,6 +91,8 @@ def _report(progress: Callable[[float], None], start: int, total: int, done: int
 
 def _load_vector(weight: Weight, file: ModelFile, kernels: Kernels, out: U8) -> None:
     parts = [vector_f32(file, part.tensor) for part in weight.parts]
+    for part in weight.parts:
+        file.drop(part.tensor)
     which, rows = row_order(weight)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     values = np.concatenate(parts)[starts[which] + rows] + np.float32(weight.offset)
@@ -114,5 +114,6 @@ def _load_matrix(weight: Weight, file: ModelFile, kernels: Kernels, out: U8, pro
             source = rows[first:last][at]
             low, high = int(source.min()), int(source.max()) + 1
             raw[at] = file.read(part.tensor, low, high)[source - low]
+            file.drop(part.tensor)
         kernels.pack_rows(weight.spec, first, raw, out)
         progress(out.nbytes * last // weight.rows)
