@@ -188,11 +188,11 @@ def attention_args(
     partials = partial_bytes(target, **sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     cols = heads * head_dim
     assert not out_is_act or cols % GROUP == 0, cols
-    kernel = attention_act if out_is_act else attention_f32
-    return kernel.name, kernel.args.pack(
+    return attention.name, attention.args.pack(
         qkv=qkv,
         qkv_stride=qkv_stride or 4 * (heads + 2 * kv_heads) * head_dim,
         out=out,
+        is_act=int(out_is_act),
         rows=workspace if out_is_act else out,
         rows_stride=4 * cols if out_is_act else out_stride or 4 * cols,
         partials=workspace + _rows_bytes(max_tokens, heads, head_dim),
@@ -213,6 +213,7 @@ _FIELDS = {
     "qkv": "ptr",
     "qkv_stride": "i64",
     "out": "ptr",  # act records, or the same as rows
+    "is_act": "i64",
     "rows": "ptr",  # f32[T, heads * head_dim]: the output, or what is quantised into it
     "rows_stride": "i64",
     "partials": "ptr",
@@ -407,7 +408,8 @@ def _in_variants(k: Kernel, t: Tiling, pairs: Value, call: Callable[[int, Value]
             done.v = done.v + rows
 
 
-def _emit_attention(k: Kernel, to_act: bool) -> None:
+@kernel(**_FIELDS)
+def attention(k: Kernel) -> None:
     a, h, t = k.arg, k.header, tiling(k.target)
     lanes, tile_pairs = t.lanes, t.tile_pairs
     hd, group, kv_heads, window = a.head_dim, a.group, a.kv_heads, a.window
@@ -552,19 +554,9 @@ def _emit_attention(k: Kernel, to_act: bool) -> None:
                     part = ((piece * kv_heads + head_index // group) * all_pairs + j) * partial_stride
                     k.call("attention_fold", _emit_fold, states, a.partials + offset + part, hd)
                 k.call("attention_finish", _emit_finish, states, out + head_index * hd * 4, hd)
-        if to_act:
+        with k.if_(a.is_act.ne(0)):
             groups = (group * kv_heads * hd) // GROUP
             k.call("attention_quantize", _emit_quantize, out, a.out, row, groups)
 
 
-@kernel(**_FIELDS)
-def attention_f32(k: Kernel) -> None:
-    _emit_attention(k, to_act=False)
-
-
-@kernel(**_FIELDS)
-def attention_act(k: Kernel) -> None:
-    _emit_attention(k, to_act=True)
-
-
-KERNELS: Sequence[KernelDef] = (attention_f32, attention_act)
+KERNELS: Sequence[KernelDef] = (attention,)
