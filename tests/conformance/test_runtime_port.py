@@ -151,7 +151,7 @@ def test_same_answer_in_any_company(team: NativeTeam, name: str) -> None:
     walk = Walk(1, cpu_engine(team, file, kv_memory=pages), solo)
     for _ in range(80):
         walk.step()
-    walk.engine.pool.check_integrity()
+    walk.engine.check_integrity()
     assert walk.num_accepted > 20
     assert walk.engine.pool.num_hit_tokens > 0
     assert len(set(solo.known.values())) > 5

@@ -41,7 +41,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """The scheduler's whole decision, a plain value. ``preempt`` gives pages back and forgets what was computed;
-    ``release`` ends a sequence (its full pages stay as prefix cache). Both happen before the work."""
+    ``release`` ends a sequence (its full pages stay as prefix cache). Both happen before the work, close the
+    sequence, and ignore unknown ids; who was preempted is opened again, and may find its own pages in the cache."""
 
     step: int
     work: list[Work] = []

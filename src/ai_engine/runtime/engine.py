@@ -117,6 +117,13 @@ class Engine:
         for arena in self._arenas:
             arena.close()
 
+    def check_integrity(self) -> None:
+        """AssertionError unless pages and sequences agree. Slow; for tests."""
+        self.pool.check_integrity()
+        assert self.pool.num_open == len(self._sequences), "a page handle outlived its sequence"
+        for seq in self._sequences.values():
+            assert self.pool.num_tokens(seq.handle) == seq.num_computed < seq.num_known, seq.seq_id
+
     # --- inside
 
     def _sequence(self, seq_id: int) -> Sequence:

@@ -94,6 +94,10 @@ class PagePool:
         free = self._buddy.num_free + self._num_reserved
         return KvBudget(self.page_tokens, self.num_pages, free, self._num_cached, self._num_held)
 
+    @property
+    def num_open(self) -> int:
+        return len(self._slots) - len(self._free_slots)
+
     def slot(self, handle: int) -> int:
         return self._get(handle).slot
 

@@ -92,7 +92,7 @@ def generate(engine: Engine, request: SequenceSpec, count: int, chunk: int = 100
     while len(tokens) < count:
         tokens += run_one(engine, request.seq_id, 1).tokens
     engine.step(StepPlan(1, release=[request.seq_id]))
-    engine.pool.check_integrity()
+    engine.check_integrity()
     return tokens
 
 

@@ -105,7 +105,7 @@ def test_batches(engine: Engine, solo: list[int]) -> None:
         for item, output in zip(work, result.outputs, strict=True):
             left[item.seq_id] = max(0, left[item.seq_id] - item.num_tokens)
             together[item.seq_id] += output.tokens
-        engine.pool.check_integrity()
+        engine.check_integrity()
     engine.step(StepPlan(1, release=list(prompts)))
     assert together == alone
 
@@ -139,7 +139,7 @@ def test_forks(engine: Engine, solo: list[int]) -> None:
     run_one(engine, 3, 1)
     assert first + [run_one(engine, 1, 1).tokens[0] for _ in range(18)] == solo
     assert engine.pool.num_copied > copies
-    engine.pool.check_integrity()
+    engine.check_integrity()
     engine.step(StepPlan(1, release=[1, 2, 3, 4, 5]))
 
 
@@ -172,7 +172,7 @@ def test_drafts(engine: Engine, solo: list[int]) -> None:
         assert len(output.tokens) >= min(right, 23 - len(tokens)) + 1
         tokens += output.tokens
         steps += 1
-        engine.pool.check_integrity()
+        engine.check_integrity()
     assert tokens == solo[: len(tokens)]
     assert steps < 15
     engine.step(StepPlan(1, release=[1]))
@@ -275,7 +275,7 @@ def test_logits_that_are_not_finite_fail_one_sequence_only(solo: list[int]) -> N
     assert [output.tokens for output in outputs] == [solo[1:2], [], solo[1:2]]
     engine.step(StepPlan(1, release=[2]))
     assert run_one(engine, 1, 1).tokens == solo[2:3]
-    engine.pool.check_integrity()
+    engine.check_integrity()
 
 
 class Broken(ReferenceKernels):

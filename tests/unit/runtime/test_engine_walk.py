@@ -58,7 +58,7 @@ def test_random_histories(seed: int) -> None:
     for step in range(1500):
         walk.step()
         if step % 10 == 0:
-            walk.engine.pool.check_integrity()
+            walk.engine.check_integrity()
     pool = walk.engine.pool
     assert min(pool.num_evicted, pool.num_copied, pool.num_hit_tokens // PAGE, walk.num_accepted) > 20
 
@@ -67,7 +67,7 @@ def test_random_history_without_prefix_cache() -> None:
     walk = echo_walk(7, prefix_cache=False)
     for _ in range(300):
         walk.step()
-        walk.engine.pool.check_integrity()
+        walk.engine.check_integrity()
     assert walk.engine.pool.num_copied > 5
 
 
@@ -78,4 +78,4 @@ def test_long_random_histories(seed: int) -> None:
     for step in range(20_000):
         walk.step()
         if step % 100 == 0:
-            walk.engine.pool.check_integrity()
+            walk.engine.check_integrity()
