@@ -29,7 +29,7 @@ def session(architecture: str, dtype: DType = DType.F32, page_tokens: int = 8, *
         ("llama", {"heads": 9, "kv_heads": 3, "hidden": 288, "head_dim": 32, "tie_word_embeddings": False}),
         ("qwen2", {"ffn": 320}),
         ("qwen3", {}),
-        ("gemma3_text", {"heads": 4, "kv_heads": 1, "layers": 7}),
+        ("gemma3_text", {"heads": 4, "kv_heads": 1, "layers": 7, "head_dim": 32, "hidden": 128, "ffn": 256}),
     ],
 )
 def test_a_whole_model_matches_the_float64_forward(architecture: str, sizes: dict[str, Any]) -> None:
