@@ -65,12 +65,8 @@ def cut(work: Iterable[tuple[Sequence, Work]], limits: Limits) -> list[list[Piec
                 take = min(take, limits.max_logit_rows - rows)
                 kept = max(0, min(at + take, seq.prompt_len - 1) - at)
             kept += at + take == seq.num_known
-            if draft:
-                room = limits.max_step_tokens - tokens - take, limits.max_logit_rows - rows - kept
-                room_all = min(*room, limits.max_context - seq.num_known) if take == left else 0
-                guesses = draft[: max(0, room_all)]
-            else:
-                guesses = ()
+            room = min(limits.max_step_tokens - tokens - take, limits.max_logit_rows - rows - kept)
+            guesses = draft[: max(0, min(room, limits.max_context - seq.num_known))] if take == left else ()
             runs[-1].append(Piece(seq, at, take, guesses))
             tokens, rows = tokens + take + len(guesses), rows + kept + len(guesses)
             left, at = left - take, at + take
