@@ -321,7 +321,10 @@ class Gateway:
         body = {
             "model": self.name,
             "temperature": 0,
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "messages": [
+                {"role": "system", "content": "Answer in one sentence."},
+                {"role": "user", "content": "What is the capital of France?"},
+            ],
         }
         say(app.memory_line(memory, limits))
         if not self.config.api_key:
