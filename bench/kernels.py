@@ -1,9 +1,9 @@
-"""Speed of the matmul kernels: GB/s of weights at one token, GMAC/s at many, beside this machine's read bandwidth.
+"""Speed of the matmul kernels: GB/s of weights at few tokens, GMAC/s at many, beside this machine's read bandwidth.
 
     python bench/kernels.py [--target avx2] [--types Q4_1,Q8_0] [--tokens 1,4,128] [--threads 1,2] [--rounds 15]
 
 Each figure is the best of its rounds, by CPU time, and rounds of all cases are interleaved, so that they share whatever
-else the machine does. GEMV reads weights larger than the caches where it can (``--mbytes``); the limit is a plain loop
+else the machine does. Up to 16 tokens weights are larger than the caches (``--mbytes``); the limit is a plain loop
 of vector loads over as much memory. Prints a table, and one JSON line with ``--json``.
 """
 
@@ -109,7 +109,8 @@ def matmul_case(dtype: DType, target: Target, rows: int, cols: int, tokens: int,
     spec = WeightSpec("w", dtype, rows, cols)
     layout = PackedLayout.of(spec, target.lanes)
     packed = aligned(layout.nbytes)
-    packed[:] = np.resize(rng.integers(0, 256, 1 << 20, dtype=np.uint8) & 0x37, packed.size)  # any finite scales
+    noise = rng.integers(0, 256, 1 << 20, dtype=np.uint8) & 0x37  # any finite scales
+    packed[:] = np.resize(noise | 0x30 if layout.is_float else noise, packed.size)  # and no denormal floats
     x = rng.standard_normal((tokens, cols)).astype(np.float32)
     out = np.zeros((tokens, rows + 16), np.float32)
     act = aligned(ActLayout(cols).nbytes(tokens))
@@ -138,7 +139,7 @@ def measure(
     for dtype in types:
         for count in tokens:
             unit = PackedLayout(dtype, target.lanes, cols, target.lanes).nbytes / target.lanes
-            rows = int((mbytes << 20) / unit) if count == 1 else 1536
+            rows = int((mbytes << 20) / unit) if count <= 16 else 1536
             cases.append(matmul_case(dtype, target, rows // 64 * 64, cols, count, rng))
     for _ in range(rounds):
         for case in cases:
@@ -180,7 +181,7 @@ def main() -> None:
                 for row in rows[1:]:
                     if row["type"] != dtype.value:
                         continue
-                    if row["tokens"] == 1:
+                    if row["tokens"] <= 16:
                         cells.append(f"{row['gb_s']:6.1f} GB/s {100 * row['gb_s'] / limit:3.0f}%")
                     else:
                         cells.append(f"{row['gmac_s']:9.1f} GMAC/s")

@@ -191,8 +191,8 @@ def inner_loop(text: str, function: str) -> Counter[str]:
 def test_q4_1_on_avx2_is_what_was_designed() -> None:
     """Per token and 8 rows x 32 columns: 8 vpmaddubsw, 7 vpaddw, 1 vpmaddwd; and registers nearly suffice."""
     text = build.assembly([d for d in matmul.KERNELS if d.name == "matmul_q4_1"], AVX2)
-    for count in (1, 2, 3, 4):
-        ops = inner_loop(text, f"matmul_q4_1_1x{count}")
+    for name, count in (("1x1", 1), ("1x2", 2), ("1x3", 3), ("1x4", 4), ("1x4_staged", 4)):
+        ops = inner_loop(text, f"matmul_q4_1_{name}")
         assert (ops["vpmaddubsw"], ops["vpaddw"], ops["vpmaddwd"]) == (8 * count, 7 * count, count)
     assert ops["stack"] <= 12  # five spills in 136 instructions; forcing LLVM's order costs more
 

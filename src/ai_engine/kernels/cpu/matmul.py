@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ai_engine.kernels.cpu.formats import QUANTISED, ActLayout
 from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Number, Record, Target, Value, Var
@@ -237,6 +237,17 @@ def _groups(
 # The tile: R row blocks x C tokens over a range of K
 
 
+@dataclass(frozen=True)
+class Tile:
+    tokens: int
+    blocks: int = 1
+    staged: bool = False  # activations repeated in scratch memory, a range of K at a time
+
+    @property
+    def name(self) -> str:
+        return f"{self.blocks}x{self.tokens}{'_staged' if self.staged else ''}"
+
+
 def _mode(target: Target) -> str:
     return "vnni" if target.vnni else "maddubs" if target.x86 else "sdot"
 
@@ -350,14 +361,16 @@ def _maddubs_group(
 
 
 STAGE_GROUPS = 16
+STAGED_TOKENS = 8
 """AVX2 stages 512 columns of a token tile with every dword repeated over the vector (4 tokens: 16 KB, half of L1), so
-that vpmaddubsw takes them from memory: 12 to 18 % faster than broadcasting in the loop."""
+that vpmaddubsw takes them from memory: 12 to 18 % faster than broadcasting in the loop. Below 8 tokens it costs more
+than it gives: weights are then best read in one run."""
 
 
-def _emit_tile(k: Kernel, f: Format, num_blocks: int, num_tokens: int, p: dict[str, Value]) -> None:
+def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
     """R row blocks at a time x C tokens; see `_tile` for the parameters."""
-    n, mode = k.lanes, _mode(k.target)
-    stage = k.scratch if mode == "maddubs" and num_tokens > 1 else None
+    n, mode, num_tokens, num_blocks = k.lanes, _mode(k.target), tile.tokens, tile.blocks
+    stage = k.scratch if tile.staged else None
     groups = p["cols"].lshr(5)
     layout = PackedLayout(f.dtype, 1, 256, n)
     head_bytes = p["cols"].lshr(8 if f.k_quant else 5) * layout.head_step
@@ -379,8 +392,13 @@ def _emit_tile(k: Kernel, f: Format, num_blocks: int, num_tokens: int, p: dict[s
                 records = [tiles[c // 4] + (c % 4) * 64 for c in range(num_tokens)]
                 staged = None if stage is None else stage + (g - first) * (num_tokens * 32 * n)
                 tokens = _Tokens(k, records, staged)
-                step = layout.body_step + layout.head_step // (8 if f.k_quant else 1)
-                _prefetch(k, [w + body_offset + g * step for w in weights], step)
+                head_step = layout.head_step // (8 if f.k_quant else 1)
+                if stage is None:
+                    step = layout.body_step + head_step
+                    _prefetch(k, [w + (body_offset + PREFETCH_BYTES) + g * step for w in weights], step)
+                else:  # this range of columns of the next row block
+                    _prefetch(k, [body + block_bytes for body in bodies], layout.body_step)
+                    _prefetch(k, [w + block_bytes + g * head_step for w in weights], head_step)
                 if mode == "maddubs":
                     _maddubs_group(k, f, bodies, scales, tokens, accs)
                 else:
@@ -397,13 +415,13 @@ def _emit_tile(k: Kernel, f: Format, num_blocks: int, num_tokens: int, p: dict[s
 PREFETCH_BYTES = 4096
 
 
-def _prefetch(k: Kernel, ahead_of: list[Value], step: int) -> None:
-    """The next ``step`` bytes 4 KB ahead, into L2. Step by step this walks over a row block's head and body alike, each
-    line once: against prefetching codes alone, 1 KB ahead and into L1, Q4_1 at one token went from 11.6 to 14.3 GB/s
-    (12.0 to 17.2 on AVX2); and at 16 tokens the arithmetic hides the reading, 114 to 149 GMAC/s."""
-    for at in ahead_of:
-        for line in range(0, step, 64):
-            k.prefetch(at + (PREFETCH_BYTES + line), locality=2)
+def _prefetch(k: Kernel, starts: list[Value], nbytes: int) -> None:
+    """Into L2. Step by step, 4 KB ahead, this walks over a row block's head and body alike, each line once: against
+    prefetching codes alone, 1 KB ahead and into L1, Q4_1 at one token went from 11.6 to 14.3 GB/s (12.0 to 17.2 on
+    AVX2); and at 16 tokens the arithmetic hides the reading, 114 to 149 GMAC/s."""
+    for start in starts:
+        for line in range(0, nbytes, 64):
+            k.prefetch(start + line, locality=2)
 
 
 def _stage(k: Kernel, x: Value, stage: Value, first: Value, last: Value, num_tokens: int) -> None:
@@ -467,9 +485,9 @@ def _store(k: Kernel, accs: list[list[Var]], outs: list[Value], valid: Value, ou
 # Float weights
 
 
-def _emit_float_tile(k: Kernel, dtype: DType, num_blocks: int, num_tokens: int, p: dict[str, Value]) -> None:
+def _emit_float_tile(k: Kernel, dtype: DType, tile: Tile, p: dict[str, Value]) -> None:
     """acc = fma(w, x, acc), column after column; several row blocks hide the latency of fma."""
-    n = k.lanes
+    n, num_tokens, num_blocks = k.lanes, tile.tokens, tile.blocks
     layout = PackedLayout(dtype, 1, 1, n)
     block_bytes = (p["cols"] * layout.body_step + 63) & -64
     accs = [[k.var(k.f32(0, n)) for _ in range(num_tokens)] for _ in range(num_blocks)]
@@ -490,7 +508,8 @@ def _emit_float_tile(k: Kernel, dtype: DType, num_blocks: int, num_tokens: int, 
         whole = p["cols"] & -4
         with k.loop(0, whole, 4) as at:
             if num_tokens <= 4:
-                _prefetch(k, [w + at * layout.body_step for w in weights], 4 * layout.body_step)
+                step = layout.body_step
+                _prefetch(k, [w + PREFETCH_BYTES + at * step for w in weights], 4 * step)
             columns(at, 4)
         with k.loop(whole, p["cols"]) as at:
             columns(at, 1)
@@ -509,36 +528,37 @@ def _float_weight(k: Kernel, dtype: DType, at: Value) -> Value:
 # The kernel: work items x token tiles
 
 
-def tiles(target: Target, dtype: DType) -> tuple[tuple[int, int], ...]:
-    """(tokens, row blocks) of the tiles, largest first; a step of T tokens is cut greedily.
+def tiles(target: Target, dtype: DType) -> tuple[Tile, ...]:
+    """Largest first; a step of T tokens is cut greedily.
 
     Registers decide: avx512 has 32: 16 accumulators, 8 codes, steps and temporaries; avx2 has 16: 4 + 4 sums.
     """
     if dtype not in QUANTISED:
         if target.name == "avx2":
-            return (4, 2), (2, 4), (1, 4)
-        return (8, 2), (4, 4), (2, 4), (1, 4)
+            return Tile(4, 2), Tile(2, 4), Tile(1, 4)
+        return Tile(8, 2), Tile(4, 4), Tile(2, 4), Tile(1, 4)
+    few = Tile(4), Tile(3), Tile(2), Tile(1)
     if target.name == "avx512":
-        return (16, 1), (8, 1), (4, 1), (3, 1), (2, 1), (1, 1)
-    return (4, 1), (3, 1), (2, 1), (1, 1)
+        return Tile(16), Tile(8), *few
+    if _mode(target) == "maddubs":
+        return Tile(4, staged=True), *few
+    return few
 
 
 _PARAMS = ("ctx", "x", "w", "out", "bias", "blocks", "rows", "cols", "out_stride", "x_stride", "accumulate")
-_POINTERS = ("ctx", "x", "w", "out", "bias")
 
 
-def _tile(k: Kernel, dtype: DType, num_blocks: int, num_tokens: int, values: dict[str, Value]) -> None:
+def _tile(k: Kernel, dtype: DType, tile: Tile, values: dict[str, Value]) -> None:
     """Call the tile function: ``blocks`` row blocks (a multiple of R) from ``w`` on, of which ``rows`` rows exist."""
 
     def emit(k: Kernel, *params: Value) -> None:
         p = dict(zip(_PARAMS, params, strict=True))
         if dtype in QUANTISED:
-            _emit_tile(k, Format(dtype), num_blocks, num_tokens, p)
+            _emit_tile(k, Format(dtype), tile, p)
         else:
-            _emit_float_tile(k, dtype, num_blocks, num_tokens, p)
+            _emit_float_tile(k, dtype, tile, p)
 
-    name = f"{kernel_name(dtype)}_{num_blocks}x{num_tokens}"
-    k.call(name, emit, *[values[name] for name in _PARAMS])
+    k.call(f"{kernel_name(dtype)}_{tile.name}", emit, *[values[name] for name in _PARAMS])
 
 
 def _emit(k: Kernel, dtype: DType) -> None:
@@ -572,15 +592,17 @@ def _emit(k: Kernel, dtype: DType) -> None:
                 "accumulate": a.accumulate,
             }  # fmt: skip
 
-        for size, num_blocks in tiles(k.target, dtype):
-            with k.loop(done.v, last_token - (size - 1), size) as t:
+        many = last_token - first_token >= STAGED_TOKENS
+        for tile in tiles(k.target, dtype):
+            last = k.select(many, last_token, first_token) if tile.staged else last_token
+            with k.loop(done.v, last - (tile.tokens - 1), tile.tokens) as t:
                 start = k.var(k.i64(0))
-                for r in (num_blocks, 1) if num_blocks > 1 else (1,):
+                for r in (tile.blocks, 1) if tile.blocks > 1 else (1,):
                     now = (count - start.v) // r * r
                     with k.if_(now > 0):
-                        _tile(k, dtype, r, size, values(t, first + start.v, now))
+                        _tile(k, dtype, replace(tile, blocks=r), values(t, first + start.v, now))
                     start.v = start.v + now
-                done.v = t + size
+                done.v = t + tile.tokens
 
 
 def _definition(dtype: DType) -> KernelDef:
