@@ -97,14 +97,15 @@ def kv_lanes(target: Target) -> int:
 # so it does not matter whom a row shares its tile with. Scores sum over dims, values over positions, one at a time in
 # ascending order; so a row's output depends on nothing but its query and its keys.
 #
-# A sequence with few rows and several chunks is *split*: any thread may take one chunk of it, stores the partial in the
-# workspace, and the fold follows after a barrier. Whether a sequence is split changes no bit either.
+# A sequence with few tiles and several chunks is *split*: any thread may take one chunk of a tile and stores the
+# partials in the workspace; the fold follows when all are there. Whether a sequence is split changes no bit either.
 
 CHUNK = 256
 BLOCK = 32  # positions whose keys and values surely lie in one page
 LOWEST = -1e30
 PARTIAL_HEADER = 16  # floats before a partial's o: m, l, unused
-MAX_PARTIAL_BYTES = 32 << 20
+MAX_PARTIAL_BYTES = 16 << 20
+ITEMS_PER_THREAD = 8  # a sequence with more tiles than this for each thread is not split
 MAX_HEAD_DIM = 512
 SEQ_WORDS = 4  # of the table of sequences in scratch: first item, tiles, pieces, first partial's offset (-1: not split)
 MAX_SEQS = 8192
@@ -150,9 +151,8 @@ def partial_bytes(
     assert head_dim <= MAX_HEAD_DIM, head_dim
     assert max_seqs <= MAX_SEQS, max_seqs
     t = tiling(target)
-    pairs = min(max_tokens * (heads // kv_heads), max_seqs * t.tile_pairs)
     chunks = -(-max_context // CHUNK) + 1
-    return min(MAX_PARTIAL_BYTES, kv_heads * pairs * chunks * _partial_stride(t, head_dim))
+    return min(MAX_PARTIAL_BYTES, max_tokens * heads * chunks * _partial_stride(t, head_dim))
 
 
 def _rows_bytes(max_tokens: int, heads: int, head_dim: int) -> int:
@@ -438,7 +438,8 @@ def attention(k: Kernel) -> None:
         tiles = (rows * group + (tile_pairs - 1)) // tile_pairs
         chunks = (length + (CHUNK - 1)) // CHUNK - first_seen(length - rows) // CHUNK
         need = chunks * kv_heads * rows * group * partial_stride
-        split = tiles.eq(1) & (chunks > 1) & (room.v + need <= a.partial_bytes)
+        few = tiles * kv_heads <= k.context.num_threads * ITEMS_PER_THREAD
+        split = few & (chunks > 1) & (room.v + need <= a.partial_bytes)
         entry = table.shift(s * SEQ_WORDS)
         entry[0], entry[1] = items.v, tiles
         entry[2], entry[3] = k.select(split, chunks, 1), k.select(split, room.v, -1)
@@ -474,15 +475,15 @@ def attention(k: Kernel) -> None:
 
         tile_low = first_seen(first_position + first_pair // group)
         tile_high = first_position + (first_pair + pairs - 1) // group + 1
-        first_chunk = tile_low // CHUNK
         is_split = offset >= 0
-        from_chunk = k.select(is_split, first_chunk + piece, first_chunk)
-        to_chunk = k.select(is_split, first_chunk + piece + 1, (tile_high + (CHUNK - 1)) // CHUNK)
+        piece_chunk = first_seen(first_position) // CHUNK + piece
+        from_chunk = k.select(is_split, piece_chunk, tile_low // CHUNK)
+        to_chunk = k.select(is_split, piece_chunk + 1, (tile_high + (CHUNK - 1)) // CHUNK)
         pages = k.array(h.page_table, "i32").shift(s * h.page_stride)
         head = a.kv + g * a.head_bytes
         with k.loop(from_chunk, to_chunk) as chunk:
             base = chunk * CHUNK
-            first, last = k.max(tile_low - base, 0), k.min(tile_high - base, CHUNK)
+            first, last = (k.min(k.max(edge - base, 0), CHUNK) for edge in (tile_low, tile_high))
             # Scores, a block of positions at a time.
             with k.loop(first // BLOCK, (last + (BLOCK - 1)) // BLOCK) as block:
                 position = base + block * BLOCK
@@ -527,7 +528,7 @@ def attention(k: Kernel) -> None:
             _in_variants(k, t, pairs, value)
             with k.if_else(is_split) as (store, fold):
                 with store:
-                    to = a.partials + offset + (piece * kv_heads + g) * all_pairs * partial_stride
+                    to = a.partials + offset + ((piece * kv_heads + g) * all_pairs + first_pair) * partial_stride
                     k.copy(to, partials, pairs * partial_stride)
                 with fold, k.loop(0, pairs) as m:
                     k.call("attention_fold", _emit_fold, states + m * partial_stride, partials + m * partial_stride, hd)
