@@ -108,9 +108,8 @@ class WorkerProcess:
         )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(msgspec.json.encode(job))
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.process.stdin.write(msgspec.json.encode(job) + b"\n")
+            self.process.stdin.flush()  # and it stays open: the worker leaves when our end closes, however we end
 
     async def report(self) -> Report:
         """Wait until the engine is ready. Raises what it failed with."""
@@ -124,16 +123,20 @@ class WorkerProcess:
             raise error_from_code(report.code, report.message)
         return report
 
-    async def stop(self, grace_s: float = 5.0) -> None:
-        """The worker leaves when its socket closes; terminate, then kill, if it does not."""
-        for end in (self.process.terminate, self.process.kill):
-            try:
-                await asyncio.to_thread(self.process.wait, grace_s)
-                break
-            except subprocess.TimeoutExpired:
-                end()
-        await asyncio.to_thread(self.process.wait)
+    async def stop(self, at_once: asyncio.Event, grace_s: float = 5.0) -> None:
+        """The worker leaves when its socket and its standard input close; terminate, then kill, if it does not or when
+        ``at_once`` is set."""
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        left, hurry = asyncio.ensure_future(asyncio.to_thread(self.process.wait)), asyncio.ensure_future(at_once.wait())
+        for end in (self.process.terminate, self.process.kill):
+            await asyncio.wait((left, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if not left.done():
+                end()
+        await left
+        hurry.cancel()
         self.process.stdout.close()
 
 
@@ -149,6 +152,8 @@ class Gateway:
         self.metrics = Metrics(__version__)
         self.relay = app.Relay("the model is loading")
         self.stopping = asyncio.Event()
+        self.at_once = asyncio.Event()  # asked twice
+        self.signal = signal.SIGTERM  # the last one
         self.text: ModelText | None = None
         loading = ServedModel(
             id=self.name,
@@ -203,7 +208,7 @@ class Gateway:
                 backlog=1024,
             )
         )
-        self._on_signals()
+        self._on_signals(server)
         http = asyncio.create_task(server.serve(sockets=[listener]))
         engine = asyncio.create_task(self._in_process(listener) if self.config.in_process else self._workers(listener))
         stop = asyncio.create_task(self.stopping.wait())
@@ -219,20 +224,21 @@ class Gateway:
             listener.close()
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
-        return 0
+        return 128 + self.signal if self.at_once.is_set() else 0
 
-    def _on_signals(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _on_signals(self, server: Server) -> None:
+        """The first signal drains; the next one stops at once, whatever is still waited for."""
+
+        def on_signal(number: signal.Signals) -> None:
+            if self.stopping.is_set() and not self.at_once.is_set():
+                say("stopping now")
+                self.signal = number
+                self.at_once.set()
+                server.force_exit = True
+            self.stopping.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signal, number)
-
-    def _signal(self, number: int) -> None:
-        if self.stopping.is_set():  # asked twice: at once
-            say("stopping now")
-            for task in asyncio.all_tasks():
-                task.cancel()
-            return
-        self.stopping.set()
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
     async def _drain(self) -> None:
         """New work gets 503, running work may finish, then the door closes."""
@@ -241,7 +247,12 @@ class Gateway:
         if now.running_requests + now.queued_requests and self.config.drain_s > 0:
             what = f"{now.running_requests} running, {now.queued_requests} queued"
             say(f"draining: {what}; {self.config.drain_s:g} s at most")
-        await self.relay.drain(self.config.drain_s)
+        drain = asyncio.ensure_future(self.relay.drain(self.config.drain_s))
+        hurry = asyncio.ensure_future(self.at_once.wait())
+        await asyncio.wait((drain, hurry), return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, hurry):
+            task.cancel()
+        await asyncio.gather(drain, hurry, return_exceptions=True)
 
     # the engine, in this process
 
@@ -286,7 +297,7 @@ class Gateway:
                         await client.close()
                 finally:
                     self.relay.target, self.relay.reason = None, "the worker has ended and is being started again"
-                    await worker.stop()
+                    await worker.stop(self.at_once)
                 pause_s = RESTART_S[min(deaths, len(RESTART_S) - 1)]
                 deaths += 1
                 say(f"the worker ended with status {worker.process.returncode}; starting another in {pause_s:g} s")

@@ -2,8 +2,10 @@
 
     python -m ai_engine.worker < job
 
-Reads one Job from standard input, writes one Report to standard output when it is ready or has failed, then serves its
-one gateway until that is gone. Progress bars go to standard error. Owns the process; app.py owns the wiring.
+Reads one Job, a line, from standard input; writes one Report to standard output when it is ready or has failed, then
+serves its one gateway until that is gone. The gateway keeps the other end of standard input open: when it closes,
+however the gateway ended, the worker leaves, in the middle of loading too. Progress bars go to standard error. Owns the
+process; app.py owns the wiring.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
+import threading
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +25,9 @@ from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.ports.errors import AiEngineError
 from ai_engine.ports.runtime import Limits, MemoryReport
 from ai_engine.progress import Progress
+
+LEAVE_S = 10.0
+"""A worker that serves sees its socket close and leaves in order; after this long it is made to."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +48,26 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-async def run(job: Job, out: BinaryIO) -> None:
+def read_job(stdin: int) -> Job:
+    """The first line. Reads the descriptor itself: a buffered reader would be locked by the thread that watches it."""
+    line = b""
+    while not line.endswith(b"\n") and (part := os.read(stdin, 1 << 16)):
+        line += part
+    return msgspec.json.decode(line, type=Job)
+
+
+def leave_with_gateway(stdin: int, serving: threading.Event) -> None:
+    """Wait until the gateway's end of standard input closes; then end this process and the compilers it started."""
+    while os.read(stdin, 1 << 16):
+        pass
+    if serving.is_set():
+        time.sleep(LEAVE_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+async def run(job: Job, out: BinaryIO, serving: threading.Event) -> None:
     from ai_engine import app
     from ai_engine.data.models import open_model
     from ai_engine.wire import TelemetryClient, serve_serving
@@ -57,6 +82,7 @@ async def run(job: Job, out: BinaryIO) -> None:
     try:
         out.write(msgspec.json.encode(Report(limits=runtime.limits, memory=runtime.memory)) + b"\n")
         out.flush()
+        serving.set()
         await serve_serving(job.socket, service, telemetry=telemetry)
     finally:
         await service.close()
@@ -68,9 +94,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle: it drains, then hangs up
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing but the report may reach the gateway's pipe
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job, serving = read_job(0), threading.Event()
+    threading.Thread(target=leave_with_gateway, args=(0, serving), name="leave-with-gateway", daemon=True).start()
     try:
-        asyncio.run(run(job, out))
+        asyncio.run(run(job, out, serving))
     except AiEngineError as error:
         with contextlib.suppress(BrokenPipeError):
             out.write(msgspec.json.encode(Report(code=error.code, message=error.message)) + b"\n")
