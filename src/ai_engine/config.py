@@ -23,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: Annotated[
         int, Meta(description="bytes for KV pages; 0: 8 requests at max_context, at most a quarter of free memory")
     ] = 0
-    page_tokens: Annotated[int, Meta(description="tokens in a KV page (16, 32 or 64)")] = 32
+    page_tokens: Annotated[int, Meta(description="tokens in a KV page (32 or 64)")] = 32
     eviction: Annotated[
         Literal["lru", "fifo", "hybrid"], Meta(description="which cached prefix page is given up first")
     ] = "lru"
@@ -79,8 +79,8 @@ def check_engine(config: EngineConfig) -> EngineConfig:
     _at_least("max_seqs", config.max_seqs, 1)
     _at_least("max_step_tokens", config.max_step_tokens, 8)
     _at_least("kv_memory", config.kv_memory, 0)
-    if config.page_tokens not in (16, 32, 64):
-        raise ConfigError(f"--page-tokens is {config.page_tokens}; use 16, 32 or 64", param="page_tokens")
+    if config.page_tokens not in (32, 64):
+        raise ConfigError(f"--page-tokens is {config.page_tokens}; use 32 or 64", param="page_tokens")
     _check_literals(config)
     return config
 
