@@ -23,9 +23,9 @@ SLICE = ("dialogue", 100)
 SLICE_BOUNDS = {"mean_ratio": 1.5, "p99_ratio": 2.5, "top1_slack": 0.05}
 """Two equally good engines differ by about this much over 100 positions (1 in 100 windows of them by more)."""
 BOUNDS = {"mean_ratio": 1.1, "p99_ratio": 1.3, "top1_slack": 0.005}
-"""Over all positions, where they differ by 1 %, 10 % and 0.2 points."""
-CLEAR_LEAD = 0.5
-"""A lead in logits that rounding does not turn: the mean KL of 0.004 to 0.008 is an error of about 0.1."""
+"""The acceptance's. Over all of SmolLM2 llama.cpp without flash attention is at 0.97, 0.86 and 0.54 points below itself."""
+CLEAR_LEAD = 1.5
+"""A lead in logits that rounding does not turn: errors are about 0.1, and 1.2 at one of 128 positions of Gemma."""
 
 
 def _checked_path(golden: goldens.ModelGolden) -> Path:
@@ -67,7 +67,7 @@ def test_greedy_continuations(model: str) -> None:
         for greedy in golden.greedy:
             logits = loaded.logits((greedy.ids + greedy.continuation)[:-1])[len(greedy.ids) - 1 :]
             clear = np.array(greedy.leads) > CLEAR_LEAD
-            assert clear.sum() >= 4, "the golden has nothing to say"
+            assert clear.sum() >= 3, "the golden has nothing to say"
             assert np.array_equal(logits.argmax(axis=-1)[clear], np.array(greedy.continuation)[clear])
 
 
