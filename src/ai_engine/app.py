@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.ports.errors import NotReady
@@ -248,11 +250,36 @@ def pull(model: str, progress: Progress, *, verify: bool) -> str:
 
 
 def inspect_model(model: str, config: EngineConfig, progress: Progress, *, tensors: bool, as_json: bool) -> str:
-    raise NotImplementedError
+    """What the file holds and what serving it would take; nothing is loaded."""
+    from ai_engine.hardware.machine import read_machine
+    from ai_engine.runtime import inspect
+
+    with opened(model, config, progress) as (file, kernels):
+        found = inspect.inspect_model(file, kernels, engine_options(config), read_machine().memory_available_bytes)
+        listed = list(file.tensors.values()) if tensors else []
+    if as_json:
+        return to_json({**msgspec.to_builtins(found), **({"tensors": msgspec.to_builtins(listed)} if tensors else {})})
+    return inspect.inspection_text(found, listed).rstrip()
 
 
 def graph_text(model: str, config: EngineConfig, progress: Progress, *, every_pass: bool, layers: int) -> str:
-    raise NotImplementedError
+    """The graph as MLIR text and the program that it becomes."""
+    from ai_engine.runtime.inspect import describe_graph
+
+    with opened(model, config, progress) as (file, kernels):
+        return describe_graph(file, kernels, engine_options(config), every_pass=every_pass, num_layers=layers)
+
+
+@contextlib.contextmanager
+def opened(model: str, config: EngineConfig, progress: Progress) -> Iterator[tuple[ModelFile, Kernels]]:
+    """A model's file and the kernels that would run it, for looking at."""
+    from ai_engine.data.models import open_model
+
+    with (
+        contextlib.closing(open_model(find_model(model, offline=False, progress=progress))) as file,
+        contextlib.closing(build_kernels(config)) as kernels,
+    ):
+        yield file, kernels
 
 
 def format_bytes(count: float) -> str:
@@ -274,6 +301,4 @@ def memory_line(memory: MemoryReport, limits: Limits) -> str:
 
 
 def to_json(value: Any) -> str:
-    import msgspec
-
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
