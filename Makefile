@@ -28,7 +28,7 @@ full: ## the long evidence: fuzzing, whole-file comparisons (needs an hour)
 	@$(PY) -m pytest -m full $(ARGS)
 
 bench: ## measure speed, memory and start-up; writes bench/results/*.json
-	@bash scripts/setup.sh core
+	@bash scripts/setup.sh dev
 	@$(PY) -m bench.run $(ARGS)
 
 golden: ## remake the committed goldens (needs the extras named in tests/golden/README.md)

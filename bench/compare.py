@@ -2,7 +2,7 @@
 
     LLAMA_BENCH=/path/to/llama-bench python -m bench.compare [--model smollm2] [--rounds 7] [--threads 2]
 
-llama-bench is built from the llama-cpp-python source distribution (vendor/llama.cpp, cmake). Owns the in-process speed of
+llama-bench is built from the llama-cpp-python source distribution (vendor/llama.cpp, cmake). Owns in-process speed of
 the engine and the ratio to llama.cpp; the serving benchmark comes later. Each side loads the model once per round.
 """
 
