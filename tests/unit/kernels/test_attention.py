@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ai_engine.hardware.team import NativeTeam
 from ai_engine.kernels.cpu import attention, build
@@ -165,6 +167,34 @@ def test_sixteen_sequences_of_any_rows(bench: Bench) -> None:
         for window in (0, 300):
             got = bench.run(spans, window)
             np.testing.assert_allclose(got, bench.expected(spans, window), atol=2e-5, rtol=1e-4)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads = draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 530), min_size=1, max_size=5))
+    chosen = draw(st.permutations(range(len(lengths))))
+    spans = []
+    for s in chosen[: draw(st.integers(1, len(lengths)))]:
+        end = draw(st.integers(1, lengths[s]))
+        spans.append((s, draw(st.integers(max(0, end - 40), end - 1)), end))
+    return {
+        "heads": kv_heads * draw(st.integers(1, 7)),
+        "kv_heads": kv_heads,
+        "head_dim": 8 * draw(st.integers(1, 12)),
+        "lengths": lengths,
+        "page_tokens": draw(st.sampled_from([32, 64])),
+        "spans": spans,
+        "window": draw(st.sampled_from([0, 0, 1, 31, 256, 300])),
+    }
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(shape=shapes())
+def test_any_shape(bench: Bench, shape: dict[str, Any]) -> None:
+    spans, window = shape.pop("spans"), shape.pop("window")
+    bench.setup(**shape)
+    np.testing.assert_allclose(bench.run(spans, window), bench.expected(spans, window), atol=2e-5, rtol=1e-4)
 
 
 def test_scores_far_apart_stay_exact(bench: Bench) -> None:
