@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ai_engine.kernels.cpu import abi
 from ai_engine.kernels.cpu.formats import GROUP
 from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Target, Value, Var, kernel
 from ai_engine.kernels.cpu.quantize import act_record, emit_quantize_group
@@ -425,6 +426,8 @@ def attention(k: Kernel) -> None:
     partials = scores + 4 * tile_pairs * CHUNK
     states = partials + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
     v_blocks = states + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
+    words = tile_pairs * (3 * MAX_HEAD_DIM + 2 * PARTIAL_HEADER + CHUNK)
+    assert 8 * SEQ_WORDS * (MAX_SEQS + 1) + 4 * words + 8 * CHUNK // BLOCK <= abi.SCRATCH_BYTES
 
     def first_seen(position: Value) -> Value:
         """The first position that a row at ``position`` sees."""

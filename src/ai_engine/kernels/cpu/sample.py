@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ai_engine.kernels.cpu import draw
+from ai_engine.kernels.cpu import abi, draw
 from ai_engine.kernels.cpu.lang import Array, Kernel, KernelDef, Target, Value, kernel
 from ai_engine.ports.sampling import MAX_LOGPROBS
 
@@ -44,6 +44,7 @@ CUTS = (1, 1 << 8, 1 << 14, 1 << 18, 1 << 22, 1 << 26)  # a list holds all weigh
 MAX_LISTED = 4096  # entries of a part's list
 LIST_BYTES = 64 + 8 * MAX_LISTED  # i64: count, weight of all, estimates for each cut; i32 weights, i32 tokens
 PART_BYTES = BUFFERS * HISTOGRAM_BYTES + LIST_BYTES
+MAX_ORIGINALS = 1 << 17  # of a row; a token adjusted beyond that many reports the logprob of its adjusted logit
 DEAD = -21.6  # (z - max) / temperature below this: weight 0
 NEVER = (1 << 63) - 1
 
@@ -73,9 +74,9 @@ AREA_BYTES = _area_layout()
 
 
 def workspace_bytes(target: Target, max_rows: int, vocab_size: int) -> int:
-    """Shared working memory, then the originals of adjusted logits (touched only there): f32[max_rows, vocab_size]."""
-    del target
-    return AREA_BYTES + MAX_PARTS * PART_BYTES + 4 * max_rows * vocab_size
+    """Working memory of a row that threads share. (A thread's own rows are done in its scratch memory.)"""
+    del target, max_rows, vocab_size
+    return AREA_BYTES + MAX_PARTS * PART_BYTES + 4 * MAX_ORIGINALS
 
 
 def sample_args(
@@ -93,13 +94,11 @@ def sample_args(
     del target, max_rows
     assert 0 < vocab_size <= MAX_VOCAB, vocab_size
     assert logits_stride >= vocab_size, (logits_stride, vocab_size)
-    saved = workspace + AREA_BYTES + MAX_PARTS * PART_BYTES
     return sample.name, sample.args.pack(
         logits=logits,
         stride=logits_stride,
         vocab=vocab_size,
         area=workspace,
-        saved=saved,
         shares=int(vocab_size >= min_shared_vocab),
     )
 
@@ -516,7 +515,7 @@ def _multiply_high(a: Value, b: Value) -> Value:
 
 
 def _emit_row(
-    k: Kernel, ctx: Value, logits: Value, vocab: Value, saved: Value, row: Value,
+    k: Kernel, ctx: Value, logits: Value, vocab: Value, originals: Value, row: Value,
     area: Value, histograms: Value, me: Value, parts: Value, shared: Value,
 ) -> None:  # fmt: skip
     """Sample one row. ``me`` of ``parts`` shares the blocks if ``shared``; then every thread of the team comes here,
@@ -597,7 +596,7 @@ def _emit_row(
                 token.v = forced.sext("i64")
             with choose:
                 _choose(
-                    k, row, x, saved, allowed, token, at, field, meet, my_blocks, merged, scan, first_top,
+                    k, row, x, originals, allowed, token, at, field, meet, my_blocks, merged, scan, first_top,
                     is_masked, wants_logprobs, leader, me, parts, has_work, blocks, histograms,
                 )  # fmt: skip
 
@@ -613,7 +612,7 @@ def _emit_row(
             with k.loop(0, blocks) as b:
                 total.v = total.v + at("sum")[b].to_f64()
             log_total = k.log(total.v.to_f32())
-            out_logprob[row] = (_original(k, h, row, x, saved, token.v) - first_top) - log_total
+            out_logprob[row] = (_original(k, h, row, x, originals, token.v) - first_top) - log_total
             with k.if_(top_count > 0):
                 values, tokens = at("top_value").at(0), at("top_token").at(0)
                 with k.loop(1, parts) as part, k.loop(0, top_count) as i:
@@ -636,20 +635,22 @@ def _value(k: Kernel, name: str, emit: Callable[..., Any], result: str, *values:
     return returned
 
 
-def _original(k: Kernel, h: Any, row: Value, x: Array, saved: Value, token: Value) -> Value:
-    """The logit of ``token`` before it was adjusted."""
-    adjusted = k.var(k.i64(0))
-    for name in ("bias", "history"):
-        tokens, start = k.array(getattr(h, f"{name}_token"), "i32"), k.array(getattr(h, f"{name}_start"), "i32")
-        wanted = token.trunc("i32")
-        with k.loop(start[row].sext("i64"), start[row + 1].sext("i64")) as i, k.if_(tokens[i].eq(wanted)):
-            adjusted.v = 1
-    forced = k.array(h.forced, "i32")[row]
-    return k.select(adjusted.v.ne(0) & (forced < 0), k.array(saved, "f32")[token], x[token])
+def _original(k: Kernel, h: Any, row: Value, x: Array, originals: Value, token: Value) -> Value:
+    """The logit of ``token`` before it was adjusted: entries of the bias, then those of the history."""
+    logit, at = k.var(x[token]), k.var(k.i64(0))
+    wanted = token.trunc("i32")
+    with k.if_(k.array(h.forced, "i32")[row] < 0):
+        for name in ("bias", "history"):
+            tokens, start = k.array(getattr(h, f"{name}_token"), "i32"), k.array(getattr(h, f"{name}_start"), "i32")
+            with k.loop(start[row].sext("i64"), start[row + 1].sext("i64")) as i:
+                with k.if_(tokens[i].eq(wanted) & (at.v < MAX_ORIGINALS)):
+                    logit.v = k.array(originals, "f32")[at.v]
+                at.v = at.v + 1
+    return logit.v
 
 
 def _choose(
-    k: Kernel, row: Value, x: Array, saved: Value, allowed: Sequence[Value], token: Any,
+    k: Kernel, row: Value, x: Array, originals: Value, allowed: Sequence[Value], token: Any,
     at: Callable[[str], Array], field: Callable[[str, str], Value], meet: Callable[[], None],
     my_blocks: Callable[[Callable[[Value], None]], None], merged: Callable[[str, str], tuple[Value, Value]],
     scan: Callable[[Sequence[Value], str], None], first_top: Value, is_masked: Value, wants_logprobs: Value,
@@ -678,8 +679,16 @@ def _choose(
     # Adjust, in place.
     with k.if_(has["bias"] | has["history"]):
         with k.if_(wants_logprobs):
-            for name in spans:
-                share(name, lambda i, t: k.array(saved, "f32").store(t, x[t]))
+            before = k.i64(0)
+            for name, (first, last) in spans.items():
+
+                def save(i: Value, t: Value, entry: Value = before - first) -> None:
+                    at = i + entry
+                    with k.if_(at < MAX_ORIGINALS):
+                        k.array(originals, "f32")[at] = x[t]
+
+                share(name, save)
+                before = before + (last - first)
             meet()
         with k.if_(has["bias"]):
             values = k.array(h.bias_value, "f32")
@@ -865,23 +874,25 @@ def _ceil(k: Kernel, x: Value) -> Value:
     return k.intrinsic("llvm.ceil.f64", "f64", 1, x).to_int("i64")
 
 
-@kernel(logits="ptr", stride="i64", vocab="i64", area="ptr", saved="ptr", shares="i64")
+@kernel(logits="ptr", stride="i64", vocab="i64", area="ptr", shares="i64")
 def sample(k: Kernel) -> None:
     a, h, c = k.arg, k.header, k.context
     rows, threads, me = h.R, c.num_threads, c.thread
 
-    def one(row: Value, area: Value, part: Value, parts: Value, shared: Value) -> None:
-        logits, saved = a.logits + row * a.stride * 4, a.saved + row * a.vocab * 4
+    def one(row: Value, area: Value, part: Value, parts: Value, shared: Value, max_parts: int) -> None:
+        logits = a.logits + row * a.stride * 4
         histograms = area + AREA_BYTES
-        k.call("sample_row", _emit_row, k.ctx, logits, a.vocab, saved, row, area, histograms, part, parts, shared)
+        originals = histograms + max_parts * PART_BYTES
+        k.call("sample_row", _emit_row, k.ctx, logits, a.vocab, originals, row, area, histograms, part, parts, shared)
 
+    assert AREA_BYTES + PART_BYTES + 4 * MAX_ORIGINALS <= abi.SCRATCH_BYTES
     rest = rows % threads
     together = k.select(a.shares.ne(0) & (threads > 1) & (rest * 2 <= threads), rest, 0)
     zero, unit = k.i64(0), k.i64(1)
     with k.work_items(rows - together) as row:
-        one(row, k.scratch, zero, unit, zero)
+        one(row, k.scratch, zero, unit, zero, 1)
     with k.loop(rows - together, rows) as row:
-        one(row, a.area, me, k.min(threads, MAX_PARTS), unit)
+        one(row, a.area, me, k.min(threads, MAX_PARTS), unit, MAX_PARTS)
         k.barrier()
 
 
