@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_damaged_file_is_rebuilt(cache: Path, damage: str) -> None:
     assert _works(build.load(AVX2))
     assert _builds == ["avx2"]
     assert build.unpack_objects(path.read_bytes()) is not None
+
+
+def test_old_builds_are_deleted(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    for i in range(6):
+        old = cache / f"avx2-{i}.bin"
+        old.write_bytes(b"")
+        os.utime(old, (i, i))
+    (cache / "avx512-0.bin").write_bytes(b"")
+    build.load(AVX2)
+    names = {p.name for p in cache.iterdir()}
+    assert {"avx512-0.bin", "avx2-3.bin", "avx2-4.bin", "avx2-5.bin"} < names
+    assert len(names) == 5
 
 
 def test_unusable_directory_warns_and_builds(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ MODULES = ("executor", "elementwise", "matmul", "attention", "sample")
 Progress = Callable[[str, float], None]
 _MAGIC = b"ai-engine kernels\n"
 _MAX_PARTS = 4
+_KEPT_BUILDS = 4  # per target; older files of other versions are deleted
 
 
 class Loaded:
@@ -212,6 +213,9 @@ def _store(path: Path, data: bytes) -> None:
         except OSError:
             os.unlink(name)
             raise
+        builds = sorted(path.parent.glob(f"{path.name.partition('-')[0]}-*.bin"), key=lambda p: p.stat().st_mtime)
+        for old in builds[:-_KEPT_BUILDS]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(f"kernel cache {path.parent} is not usable ({error}); kernels are built again next time",
                       RuntimeWarning, stacklevel=2)  # fmt: skip
