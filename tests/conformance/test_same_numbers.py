@@ -23,7 +23,7 @@ SLICE = ("dialogue", 100)
 SLICE_BOUNDS = {"mean_ratio": 1.5, "p99_ratio": 2.5, "top1_slack": 0.05}
 """Two equally good engines differ by about this much over 100 positions (1 in 100 windows of them by more)."""
 BOUNDS = {"mean_ratio": 1.1, "p99_ratio": 1.3, "top1_slack": 0.005}
-"""The acceptance's. Over all of SmolLM2 llama.cpp without flash attention is at 0.97, 0.86 and 0.54 points below itself."""
+"""The acceptance's. On SmolLM2 llama.cpp without flash attention is at 0.97, 0.86 and 0.54 points below its default."""
 CLEAR_LEAD = 1.5
 """A lead in logits that rounding does not turn: errors are about 0.1, and 1.2 at one of 128 positions of Gemma."""
 
