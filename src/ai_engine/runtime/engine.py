@@ -144,13 +144,15 @@ class Engine:
         return tokens
 
     def _shared_with(self, spec: SequenceSpec, tokens: I32) -> int:
-        """Computed tokens that the sequence can take over from ``fork_of``; 0 when that is gone or not of its kind."""
+        """Computed tokens that the sequence can take over from ``fork_of``; 0 when that is gone, of another namespace,
+        or has less to give than the cache."""
         origin = self._sequences.get(spec.fork_of) if spec.fork_of is not None else None
         if origin is None or self.pool.namespace(origin.handle) != spec.namespace:
             return 0
         limit = min(origin.num_computed, len(tokens) - 1)
         differ = np.flatnonzero(origin.tokens[:limit] != tokens[:limit])
-        return int(differ[0]) if len(differ) else limit
+        shared = int(differ[0]) if len(differ) else limit
+        return shared if shared > self.pool.cached_tokens(spec.namespace, tokens) else 0
 
     def _close(self, seq_id: int) -> None:
         """Unknown ids are ignored: after a failed step the caller cannot know which were closed."""

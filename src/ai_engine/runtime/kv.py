@@ -122,6 +122,10 @@ class PagePool:
         need = -(-(seq.num_tokens + num_tokens) // self.page_tokens) - len(seq.pages)
         return max(0, need) + (num_tokens > 0 and self._must_copy(seq))
 
+    def cached_tokens(self, namespace: str, tokens: I32) -> int:
+        """What `open` would find computed; changes nothing."""
+        return len(self._lookup(namespace, tokens)) * self.page_tokens
+
     # --- life of a sequence
 
     def open(self, namespace: str, tokens: I32, *, expect_tokens: int = 0, reuse: bool = True) -> tuple[int, int]:
@@ -227,25 +231,32 @@ class PagePool:
         seq = self._slots[slot] = _Seq(self._generations[slot] << SLOT_BITS | slot, slot, namespace)
         return seq
 
-    def _match(self, seq: _Seq, tokens: I32) -> None:
-        """Hold the longest chain of nodes that the tokens begin with, short of their last token."""
-        size = 4 * self.page_tokens
+    def _lookup(self, namespace: str, tokens: I32) -> list[_Node]:
+        """The longest chain of nodes that the tokens begin with, short of their last token."""
+        nodes: list[_Node] = []
         num_pages = max(0, len(tokens) - 1) // self.page_tokens
         if num_pages == 0 or not self._index:
-            return
+            return nodes
+        size = 4 * self.page_tokens
         raw = np.ascontiguousarray(tokens[: num_pages * self.page_tokens], np.int32).tobytes()
-        parent: int | str = seq.namespace
-        index, nodes = self._index, seq.nodes
+        parent: int | str = namespace
         for start in range(0, len(raw), size):
-            node = index.get((parent, raw[start : start + size]))
+            node = self._index.get((parent, raw[start : start + size]))
             if node is None:
                 break
             nodes.append(node)
             parent = node.id
-            node.uses += 1
-            self._hold(node.page)
+        return nodes
+
+    def _match(self, seq: _Seq, tokens: I32) -> None:
+        """Hold the cached pages that the tokens begin with."""
+        nodes = self._lookup(seq.namespace, tokens)
         if not nodes:
             return
+        for node in nodes:
+            node.uses += 1
+            self._hold(node.page)
+        seq.nodes = nodes
         seq.pages = [node.page for node in nodes]
         seq.num_tokens = len(nodes) * self.page_tokens
         self.num_hit_tokens += seq.num_tokens

@@ -134,13 +134,15 @@ def test_forks(engine: Engine, solo: list[int]) -> None:
     assert engine.open(spec(3, [*PROMPT, *solo[:3], 55], prompt_len=len(PROMPT), fork_of=1)) == len(PROMPT) + 3
     assert engine.open(spec(4, PROMPT, fork_of=1, namespace="b")) == 0, "another namespace shares nothing"
     assert engine.open(spec(5, PROMPT, fork_of=99)) == 32, "a donor that is gone: the cache is asked"
+    engine.open(spec(6, [1, 2, 3], fork_of=1))
+    assert engine.open(spec(7, PROMPT, fork_of=6)) == 32, "a donor with less than the cache: the cache gives"
     second = [run_one(engine, 2, 1).tokens[0] for _ in range(24)]
     assert second == solo
     run_one(engine, 3, 1)
     assert first + [run_one(engine, 1, 1).tokens[0] for _ in range(18)] == solo
     assert engine.pool.num_copied > copies
     engine.check_integrity()
-    engine.step(StepPlan(1, release=[1, 2, 3, 4, 5]))
+    engine.step(StepPlan(1, release=[1, 2, 3, 4, 5, 6, 7]))
 
 
 def test_preemption(engine: Engine, solo: list[int]) -> None:
