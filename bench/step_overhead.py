@@ -23,7 +23,8 @@ from ai_engine.testing.model import RandomModel
 
 CONFIG = ModelConfig(
     arch="llama", name="null", num_layers=2, hidden=64, num_heads=2, num_kv_heads=1, head_dim=32, ffn=64,
-    vocab_size=512, max_context=4096, norm_eps=1e-5, rope_base=10000.0, rope_dim=32, rope_interleaved=False, tied_head=True,
+    vocab_size=512, max_context=4096, norm_eps=1e-5, rope_base=10000.0, rope_dim=32, rope_interleaved=False,
+    tied_head=True,
 )  # fmt: skip
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=4000),
