@@ -69,7 +69,7 @@ def build_kernels(config: EngineConfig) -> Kernels:
     from ai_engine.kernels.cpu.backend import CpuKernels
 
     threads = config.threads or read_machine().default_threads
-    return CpuKernels(NativeTeam(threads), cpu_target(config.cpu))
+    return CpuKernels(NativeTeam(threads), cpu_target(config.cpu), owns_team=True)
 
 
 def cpu_target(name: str) -> Target | None:

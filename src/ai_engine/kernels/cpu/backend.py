@@ -144,8 +144,11 @@ class CpuProgram:
 class CpuKernels:
     """`ports.kernels.Kernels`: `prepare` before anything that needs machine code (compile, run)."""
 
-    def __init__(self, team: ThreadTeam, target: Target | None = None, spin_us: float = SPIN_US) -> None:
+    def __init__(
+        self, team: ThreadTeam, target: Target | None = None, spin_us: float = SPIN_US, *, owns_team: bool = False
+    ) -> None:
         self._team = team
+        self._owns_team = owns_team
         self.target = target or build.host_target()
         self._spin_us = spin_us
         self._loaded: build.Loaded | None = None
@@ -263,9 +266,11 @@ class CpuKernels:
         )
 
     def close(self) -> None:
-        """Ends the rings; the team belongs to whoever made it."""
+        """Ends the rings, and the team if it was given away (``owns_team``)."""
         if self._contexts is not None:
             self._contexts.close()
+        if self._owns_team:
+            self._team.close()
         self._contexts = self._bound = self._loaded = None
 
 
