@@ -108,6 +108,8 @@ PARTIAL_HEADER = 16  # floats before a partial's o: m, l, unused
 MAX_PARTIAL_BYTES = 16 << 20
 ITEMS_PER_THREAD = 8  # a sequence with more tiles than this for each thread is not split
 MAX_HEAD_DIM = 512
+PREFETCH_ROWS = 4  # tiles so small wait for memory rather than for arithmetic
+L2 = 2  # a prefetch's locality: not into the first level, which holds the queries and scores
 SEQ_WORDS = 4  # of the table of sequences in scratch: first item, tiles, pieces, first partial's offset (-1: not split)
 MAX_SEQS = 8192
 
@@ -255,9 +257,10 @@ def _outer(
 
 
 def _emit_scores(rows: int) -> Callable[..., None]:
-    """scores[m][p] = sum_d q[m][d] k[d][p] for ``rows`` pairs and the BLOCK positions at ``keys``."""
+    """scores[m][p] = sum_d q[m][d] k[d][p] for ``rows`` pairs and the BLOCK positions at ``keys``. ``ahead``: blocks of
+    keys or values to fetch into the second-level cache meanwhile, a line per dim."""
 
-    def emit(k: Kernel, keys: Value, q: Value, q_stride: Value, scores: Value, head_dim: Value) -> None:
+    def emit(k: Kernel, keys: Value, q: Value, q_stride: Value, scores: Value, head_dim: Value, *ahead: Value) -> None:
         t = tiling(k.target)
         lanes, registers = t.lanes, t.score_registers[rows]
         group_bytes = head_dim * (lanes * ELEMENT_BYTES)
@@ -268,6 +271,8 @@ def _emit_scores(rows: int) -> Callable[..., None]:
             with k.loop(0, head_dim, 4) as d:
                 for u in range(4):
                     dim = d + u
+                    for start in ahead if first == 0 else ():
+                        k.prefetch(start + dim * (BLOCK * ELEMENT_BYTES), L2)
 
                     def query(m: int, dim: Value = dim) -> Value:
                         return k.splat(k.load(q_rows[m] + dim * 4, "f32"), lanes)
@@ -399,6 +404,12 @@ def _emit_quantize(k: Kernel, x: Value, act: Value, row: Value, groups: Value) -
         emit_quantize_group(k, act_record(k, act, row, groups, g), parts)
 
 
+def _emit_prefetch(k: Kernel, block: Value, head_dim: Value) -> None:
+    """Fetch a block of keys or values: a line per dim."""
+    with k.loop(0, head_dim) as dim:
+        k.prefetch(block + dim * (BLOCK * ELEMENT_BYTES), L2)
+
+
 def _in_variants(k: Kernel, t: Tiling, pairs: Value, call: Callable[[int, Value], None]) -> None:
     """``call(rows, m)`` for register tiles that cover pairs 0..pairs-1."""
     done = k.var(k.i64(0))
@@ -426,8 +437,9 @@ def attention(k: Kernel) -> None:
     partials = scores + 4 * tile_pairs * CHUNK
     states = partials + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
     v_blocks = states + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
+    k_blocks = v_blocks + 8 * CHUNK // BLOCK
     words = tile_pairs * (3 * MAX_HEAD_DIM + 2 * PARTIAL_HEADER + CHUNK)
-    assert 8 * SEQ_WORDS * (MAX_SEQS + 1) + 4 * words + 8 * CHUNK // BLOCK <= abi.SCRATCH_BYTES
+    assert 8 * SEQ_WORDS * (MAX_SEQS + 1) + 4 * words + 16 * CHUNK // BLOCK <= abi.SCRATCH_BYTES
 
     def first_seen(position: Value) -> Value:
         """The first position that a row at ``position`` sees."""
@@ -487,20 +499,33 @@ def attention(k: Kernel) -> None:
         with k.loop(from_chunk, to_chunk) as chunk:
             base = chunk * CHUNK
             first, last = (k.min(k.max(edge - base, 0), CHUNK) for edge in (tile_low, tile_high))
-            # Scores, a block of positions at a time.
-            with k.loop(first // BLOCK, (last + (BLOCK - 1)) // BLOCK) as block:
+            first_block, end_block = first // BLOCK, (last + (BLOCK - 1)) // BLOCK
+            with k.loop(first_block, end_block) as block:
                 position = base + block * BLOCK
                 page = pages[position // a.page_tokens].sext("i64")
                 at = position % a.page_tokens
                 head_block = head + page * a.page_bytes
                 k.store(v_blocks + block * 8, head_block + KvLayout.v_offset(at, hd))
-                keys = head_block + KvLayout.k_offset(at, hd, a.page_tokens, lanes)
+                k.store(k_blocks + block * 8, head_block + KvLayout.k_offset(at, hd, a.page_tokens, lanes))
 
-                def score(rows: int, m: Value, keys: Value = keys, block: Value = block) -> None:
+            # Scores, a block of positions at a time; a small tile fetches the next block's keys and this one's values.
+            k.call("attention_prefetch", _emit_prefetch, k.load(k_blocks + first_block * 8, "ptr"), hd)
+            with k.loop(first_block, end_block) as block:
+                next_keys = k.load(k_blocks + k.min(block + 1, end_block - 1) * 8, "ptr")
+                values = k.load(v_blocks + block * 8, "ptr")
+                keys = k.load(k_blocks + block * 8, "ptr")
+
+                def score(
+                    rows: int,
+                    m: Value,
+                    keys: Value = keys,
+                    block: Value = block,
+                    ahead: tuple[Value, ...] = (next_keys, values),
+                ) -> None:
                     to = scores + (m * CHUNK + block * BLOCK) * 4
-                    k.call(
-                        f"attention_scores{rows}", _emit_scores(rows), keys, q_rows + m * padded * 4, padded * 4, to, hd
-                    )
+                    more = ahead if rows <= PREFETCH_ROWS else ()
+                    q = q_rows + m * padded * 4
+                    k.call(f"attention_scores{rows}", _emit_scores(rows), keys, q, padded * 4, to, hd, *more)
 
                 _in_variants(k, t, pairs, score)
             # Softmax within the chunk.
