@@ -50,7 +50,10 @@ class Gate:
         self.api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.api(scope, receive, send)
+        try:
+            await self.api(scope, receive, send)
+        except asyncio.CancelledError:  # the server stops and this client does not read: no error, so no traceback
+            return
 
 
 class NoText:
@@ -216,11 +219,11 @@ class Gateway:
             await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
+            engine.cancel()  # ends what is still open, so that its clients hear of it
+            outcome = (await asyncio.gather(engine, return_exceptions=True))[0]
             server.should_exit = True
             await http
             stop.cancel()
-            engine.cancel()
-            outcome = (await asyncio.gather(engine, return_exceptions=True))[0]
             listener.close()
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
