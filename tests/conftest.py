@@ -5,9 +5,11 @@ Without network and without a cached model these tests are skipped; under CI=tru
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,16 +47,29 @@ def gemma() -> Path:
     return model_path("gemma3-270m")
 
 
-class Server:
-    """`ai-engine serve` as a child process on a free port of the loopback."""
+def free_port() -> int:
+    """A port of the loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None, timeout_s: float = 120.0) -> None:
+
+class Server:
+    """`ai-engine serve` as a child process on a free port of the loopback.
+
+    ``wait=False`` returns as soon as it runs: `url` is known, and nobody may listen there yet.
+    """
+
+    def __init__(
+        self, *args: str, env: dict[str, str] | None = None, timeout_s: float = 120.0, wait: bool = True
+    ) -> None:
         self.lines: list[str] = []
-        self.url = ""
+        port = 0 if wait else free_port()
+        self.url = "" if wait else f"http://127.0.0.1:{port}"
         self._ready = threading.Event()
         started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ai_engine.cli", "serve", *args, "--port", "0"],
+            [sys.executable, "-m", "ai_engine.cli", "serve", *args, "--port", str(port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,7 +78,7 @@ class Server:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(timeout_s) or not self.url:
+        if wait and (not self._ready.wait(timeout_s) or not self.url):
             self.stop()
             raise AssertionError("the server did not get ready:\n" + "".join(self.lines))
         self.ready_s = time.monotonic() - started
@@ -84,22 +99,36 @@ class Server:
         while todo:
             pid = todo.pop()
             found.append(pid)
-            children = Path(f"/proc/{pid}/task/{pid}/children")
-            todo += [int(child) for child in children.read_text().split()] if children.exists() else []
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    todo += [int(child) for child in children.read_text().split()]
         return found
 
-    def stop(self, timeout_s: float = 30.0) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """The exit status, once it has ended and said its last word; killed when that takes too long."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            code = self.process.wait()
-        self._reader.join(5)
-        if self.process.stdout is not None:
+            self.process.wait()
+            raise AssertionError("the server did not end:\n" + self.output) from None
+        finally:
+            self._reader.join(10)
+        if self.process.stdout is not None and not self._reader.is_alive():
             self.process.stdout.close()
         return code
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
 
 
 @pytest.fixture(scope="session")
