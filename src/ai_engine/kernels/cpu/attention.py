@@ -110,7 +110,10 @@ ITEMS_PER_THREAD = 8  # a sequence with more tiles than this for each thread is 
 MAX_HEAD_DIM = 512
 PREFETCH_ROWS = 4  # tiles so small wait for memory rather than for arithmetic
 L2 = 2  # a prefetch's locality: not into the first level, which holds the queries and scores
-SEQ_WORDS = 4  # of the table of sequences in scratch: first item, tiles, pieces, first partial's offset (-1: not split)
+SEQ_WORDS = (
+    6  # of the table of sequences in scratch: first item, tiles, pieces, first partial's offset (-1: not split),
+)
+# chunks, chunks of a piece
 MAX_SEQS = 8192
 
 
@@ -456,9 +459,12 @@ def attention(k: Kernel) -> None:
         few = tiles * kv_heads <= k.context.num_threads * ITEMS_PER_THREAD
         split = few & (chunks > 1) & (room.v + need <= a.partial_bytes)
         entry = table.shift(s * SEQ_WORDS)
-        entry[0], entry[1] = items.v, tiles
-        entry[2], entry[3] = k.select(split, chunks, 1), k.select(split, room.v, -1)
-        items.v = items.v + tiles * kv_heads * k.select(split, chunks, 1)
+        run = k.max(chunks * tiles * kv_heads // (k.context.num_threads * ITEMS_PER_THREAD), 1)
+        run = k.select(split, run, chunks)
+        pieces = k.select(split, (chunks + (run - 1)) // run, 1)
+        entry[0], entry[1], entry[2] = items.v, tiles, pieces
+        entry[3], entry[4], entry[5] = k.select(split, room.v, -1), chunks, run
+        items.v = items.v + tiles * kv_heads * pieces
         room.v = room.v + k.select(split, need, 0)
     table[num_seqs * SEQ_WORDS] = items.v
 
@@ -469,7 +475,7 @@ def attention(k: Kernel) -> None:
             current.v = current.v + 1
         s = current.v
         entry = table.shift(s * SEQ_WORDS)
-        tiles, pieces, offset = entry[1], entry[2], entry[3]
+        tiles, pieces, offset, chunks, run = (entry[i] for i in range(1, 6))
         index = item - entry[0]
         piece, rest = index % pieces, index // pieces
         g, tile = rest % kv_heads, tiles - 1 - rest // kv_heads  # the deepest tiles first
@@ -491,9 +497,9 @@ def attention(k: Kernel) -> None:
         tile_low = first_seen(first_position + first_pair // group)
         tile_high = first_position + (first_pair + pairs - 1) // group + 1
         is_split = offset >= 0
-        piece_chunk = first_seen(first_position) // CHUNK + piece
-        from_chunk = k.select(is_split, piece_chunk, tile_low // CHUNK)
-        to_chunk = k.select(is_split, piece_chunk + 1, (tile_high + (CHUNK - 1)) // CHUNK)
+        chunk_zero = first_seen(first_position) // CHUNK
+        from_chunk = k.select(is_split, chunk_zero + piece * run, tile_low // CHUNK)
+        to_chunk = k.select(is_split, chunk_zero + k.min((piece + 1) * run, chunks), (tile_high + (CHUNK - 1)) // CHUNK)
         pages = k.array(h.page_table, "i32").shift(s * h.page_stride)
         head = a.kv + g * a.head_bytes
         with k.loop(from_chunk, to_chunk) as chunk:
@@ -556,7 +562,8 @@ def attention(k: Kernel) -> None:
             _in_variants(k, t, pairs, value)
             with k.if_else(is_split) as (store, fold):
                 with store:
-                    to = a.partials + offset + ((piece * kv_heads + g) * all_pairs + first_pair) * partial_stride
+                    part = ((chunk - chunk_zero) * kv_heads + g) * all_pairs + first_pair
+                    to = a.partials + offset + part * partial_stride
                     k.copy(to, partials, pairs * partial_stride)
                 with fold, k.loop(0, pairs) as m:
                     k.call("attention_fold", _emit_fold, states + m * partial_stride, partials + m * partial_stride, hd)
@@ -571,7 +578,7 @@ def attention(k: Kernel) -> None:
     with k.work_items(h.T, counter=1) as row:
         s = row_seq[row].sext("i64")
         entry = table.shift(s * SEQ_WORDS)
-        pieces, offset = entry[2], entry[3]
+        offset, chunks = entry[3], entry[4]
         out = a.rows + row * a.rows_stride
         with k.if_(offset >= 0):
             start = seq_start[s].sext("i64")
@@ -579,8 +586,8 @@ def attention(k: Kernel) -> None:
             with k.loop(0, group * kv_heads) as head_index:
                 j = (row - start) * group + head_index % group
                 k.call("attention_start", _emit_start, states, hd)
-                with k.loop(0, pieces) as piece:
-                    part = ((piece * kv_heads + head_index // group) * all_pairs + j) * partial_stride
+                with k.loop(0, chunks) as chunk:
+                    part = ((chunk * kv_heads + head_index // group) * all_pairs + j) * partial_stride
                     k.call("attention_fold", _emit_fold, states, a.partials + offset + part, hd)
                 k.call("attention_finish", _emit_finish, states, out + head_index * hd * 4, hd)
         with k.if_(a.is_act.ne(0)):
