@@ -1,10 +1,10 @@
 """The whole engine on compiled kernels against the same engine on the NumPy reference: every architecture, every type.
 
 Both round keys and values to float16, and activations to 8 bits for quantised weights, in the same places; they add in
-different orders. With float weights that is all: 1e-5 of the spread of the logits. With quantised ones a value within an
-addition's error of a rounding border falls to either side of it, and so on through the layers: up to 0.5 % of the spread
-was measured over two layers and 1.5 % over Gemma's six, below the 1 to 2.5 % that rounding activations costs at all. A
-wrong scale, minimum or bit costs 20 % and more, a wrong page or window more than the float bounds by far.
+different orders. With float weights that is all: 1e-5 of the spread of the logits. With quantised ones a value within
+an addition's error of a rounding border falls to either side of it, and so on through the layers: up to 0.5 % of the
+spread was measured over two layers and 1.5 % over Gemma's six, below the 1 to 2.5 % that rounding activations costs at
+all. A wrong scale, minimum or bit costs 20 % and more, a wrong page or window more than the float bounds by far.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
 def ids_of(count: int, seed: int = 4) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, count)]
 
 
 def share_of_spread(path: Path, ids: list[int], *, chunk: int) -> tuple[float, float]:
@@ -59,6 +59,6 @@ def test_types(type_name: str, architecture: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("type_name", ["BF16", "Q4_K"])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3_text"])
 def test_long_context(architecture: str, type_name: str, tmp_path: Path) -> None:
-    """Thirty pages: keys that lie far back, and windows that have left most of them."""
+    """Nineteen pages: keys that lie far back, and windows that have left most of them."""
     path = write_model(tmp_path, architecture, type_name, max_position_embeddings=1024)
-    check(path, architecture, type_name, 950, chunk=64)
+    check(path, architecture, type_name, 600, chunk=64)
