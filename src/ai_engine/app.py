@@ -88,15 +88,20 @@ def build_runtime(
     from ai_engine.ports.clock import SystemClock
     from ai_engine.runtime.engine import build_engine
 
-    return build_engine(
-        file,
-        build_kernels(config),
-        MappedArena,
-        read_machine().memory_available_bytes,
-        SystemClock(),
-        engine_options(config, eos_ids),
-        progress=phase_timer(progress, telemetry),
-    )
+    kernels = build_kernels(config)
+    try:
+        return build_engine(
+            file,
+            kernels,
+            MappedArena,
+            read_machine().memory_available_bytes,
+            SystemClock(),
+            engine_options(config, eos_ids),
+            progress=phase_timer(progress, telemetry),
+        )
+    except BaseException:
+        kernels.close()
+        raise
 
 
 def engine_options(config: EngineConfig, eos_ids: frozenset[int] = frozenset()) -> EngineOptions:
@@ -191,7 +196,11 @@ async def open_local_path(
     with contextlib.closing(open_model(path)) as file:
         data = file.tokenizer()
         text = await asyncio.to_thread(build_text, data)
-        runtime = await asyncio.to_thread(build_runtime, file, engine, progress, telemetry, text.eos_ids)
+        try:
+            runtime = await asyncio.to_thread(build_runtime, file, engine, progress, telemetry, text.eos_ids)
+        except BaseException:
+            text.close()
+            raise
     service = build_service(runtime, serve, telemetry, text.eos_ids)
     await service.start()
     return Local(service, runtime, text, data.defaults)

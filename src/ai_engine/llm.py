@@ -113,9 +113,11 @@ class LLM:
     def close(self) -> None:
         """Stop what runs and give all memory back. Safe to call twice."""
         if not self._closed:
-            self._closed = True
-            self._call(self._stack.close())
-            self._stop_loop()
+            try:
+                self._call(self._stack.close())
+            finally:
+                self._closed = True
+                self._stop_loop()
 
     def __enter__(self) -> LLM:
         return self
@@ -198,6 +200,10 @@ class LLM:
         return params
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it in the loop's thread and wait for it."""
+        if self._closed:
+            work.close()
+            raise EngineError("this LLM is closed; make another")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -220,6 +226,8 @@ class LLM:
             except Exception as error:
                 pieces.put(error)
 
+        if self._closed:
+            raise EngineError("this LLM is closed; make another")
         future = asyncio.run_coroutine_threadsafe(pump(), self._loop)
         try:
             while (item := pieces.get()) is not None:
@@ -230,6 +238,7 @@ class LLM:
             future.cancel()
 
     def _stop_loop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -45,9 +45,11 @@ class MappedArena:
         return self._nbytes
 
     def close(self) -> None:
-        """Unmap. Where views of ``data`` are still alive, the mapping ends with the last of them."""
+        """Give the memory back now. Views of ``data`` that are still alive read zeros; the mapping, addresses without
+        memory, ends with the last of them."""
         self._data = None
         if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
