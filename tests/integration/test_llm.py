@@ -1,0 +1,226 @@
+"""LLM, the engine inside a Python process: what its methods return, how requests end, what is left after `close`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ai_engine import LLM
+from ai_engine.llm import Completion
+from ai_engine.ports.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    InvalidValue,
+    ModelFileError,
+    ModelNotFound,
+)
+from tests.integration.client import num_descriptors, resident_bytes
+from tests.integration.engines import write_model
+
+PROMPT = [5, 17, 3, 88, 41, 2, 9, 63]
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model), max_context=4096) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: Path) -> Iterator[LLM]:
+    with LLM(str(smollm2), max_context=2048) as made:
+        yield made
+
+
+def wait_until_idle(llm: LLM) -> None:
+    """Looks at the page pool: nothing is held."""
+    deadline = time.monotonic() + 10
+    while llm._stack.runtime.budget().held:
+        assert time.monotonic() < deadline, llm._stack.runtime.budget()
+        time.sleep(0.01)
+
+
+def test_one_prompt_and_several(llm: LLM) -> None:
+    [one] = llm.generate(PROMPT, max_tokens=12, **GREEDY)
+    assert (len(one.tokens), one.finish_reason, one.stop_reason, one.logprobs) == (12, "length", None, None)
+    assert (one.usage.prompt_tokens, one.usage.completion_tokens) == (8, 12)
+    prompts = [PROMPT[:size] for size in range(1, 9)]
+    together = llm.generate(prompts, max_tokens=12, **GREEDY)
+    assert [answer.usage.prompt_tokens for answer in together] == list(range(1, 9)), "in the order of the prompts"
+    assert together[7].tokens == one.tokens
+    assert [llm.generate(prompt, max_tokens=12, **GREEDY)[0].tokens for prompt in prompts] == [
+        answer.tokens for answer in together
+    ]
+    assert llm.generate([], max_tokens=3) == []
+    assert llm.generate((5, 17, 3), max_tokens=2, **GREEDY)[0].usage.prompt_tokens == 3
+
+
+def test_seeds_and_logprobs(llm: LLM) -> None:
+    fields: dict[str, Any] = {"max_tokens": 16, "temperature": 1.5, "ignore_eos": True}
+    first, again, other = (
+        llm.generate([PROMPT] * 3, **fields, seed=3),
+        *(llm.generate(PROMPT, **fields, seed=seed) for seed in (3, 4)),
+    )
+    assert {tuple(answer.tokens) for answer in [*first, *again]} == {tuple(first[0].tokens)}
+    assert other[0].tokens != first[0].tokens
+    assert len({tuple(answer.tokens) for answer in llm.generate([PROMPT] * 4, **fields)}) > 1, (
+        "no seed: drawn each time"
+    )
+    [scored] = llm.generate(PROMPT, max_tokens=5, logprobs=2, **GREEDY)
+    assert scored.logprobs is not None
+    assert [entry.token for entry in scored.logprobs] == scored.tokens
+    assert all(entry.top[0] == (entry.token, entry.logprob) and len(entry.top) == 2 for entry in scored.logprobs)
+
+
+def test_a_stream_says_the_same(llm: LLM) -> None:
+    [whole] = llm.generate(PROMPT, max_tokens=60, **GREEDY)
+    pieces = list(llm.stream(PROMPT, max_tokens=60, **GREEDY))
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 1
+
+
+@pytest.mark.integration
+def test_chat(real: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    done = real.chat(messages, temperature=0, max_tokens=60)
+    assert "Paris" in done.text
+    assert (done.finish_reason, done.usage.completion_tokens) == ("stop", len(done.tokens))
+    assert "".join(real.stream_chat(messages, temperature=0, max_tokens=60)) == done.text
+    assert real.chat(messages, temperature=0, max_tokens=3).finish_reason == "length"
+
+
+@pytest.mark.integration
+def test_stop_strings(real: LLM) -> None:
+    prompt = "Once upon a time"
+    [whole] = real.generate(prompt, max_tokens=40, temperature=0)
+    stop = whole.text[len(whole.text) // 2 :][:6]
+    before = whole.text[: whole.text.index(stop)]
+    [stopped] = real.generate(prompt, max_tokens=40, temperature=0, stop=stop)
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (before, "stop", stop)
+    assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
+    assert stopped.usage.completion_tokens == len(stopped.tokens) < len(whole.tokens)
+    assert "".join(real.stream(prompt, max_tokens=40, temperature=0, stop=["never!", stop])) == before
+    wait_until_idle(real)
+
+
+def test_closing_a_stream_early_cancels(llm: LLM) -> None:
+    for _ in range(5):
+        stream = llm.stream(PROMPT, max_tokens=4000, **GREEDY)
+        next(stream)
+        assert llm._stack.runtime.budget().held > 0
+        stream.close()  # type: ignore[attr-defined]
+        wait_until_idle(llm)
+    for piece in llm.stream(PROMPT, max_tokens=4000, **GREEDY):
+        assert piece
+        break
+    wait_until_idle(llm)
+
+
+def test_errors(llm: LLM) -> None:
+    with pytest.raises(InvalidValue, match="temprature"):
+        llm.generate(PROMPT, temprature=0)
+    with pytest.raises(InvalidValue, match="temperature is -1"):
+        llm.generate(PROMPT, temperature=-1)
+    with pytest.raises(InvalidRequest, match="top_p"):
+        list(llm.stream(PROMPT, top_p=1.5))
+    with pytest.raises(ContextLengthExceeded, match="4096"):
+        llm.generate([5] * 4000, max_tokens=97)
+    with pytest.raises(ContextLengthExceeded):
+        llm.generate([5] * 5000)
+    with pytest.raises(InvalidValue, match="301"):
+        llm.generate([5, 301], max_tokens=1)
+    with pytest.raises(InvalidValue, match="prompt"):
+        llm.generate([[]], max_tokens=1)
+    with pytest.raises(InvalidValue, match="max_tokens"):
+        llm.generate(PROMPT, max_tokens=0)
+    with pytest.raises(InvalidRequest):
+        llm.chat([{"role": "nobody", "content": 3}], max_tokens=1)
+    wait_until_idle(llm)
+    assert llm.generate(PROMPT, max_tokens=2, **GREEDY), "it goes on"
+
+
+def test_errors_at_the_start(tiny_model: Path, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidValue, match="thread_count"):
+        LLM(str(tiny_model), thread_count=2)
+    with pytest.raises(ConfigError, match="page-tokens"):
+        LLM(str(tiny_model), page_tokens=16)
+    with pytest.raises(ModelNotFound, match="smollm2"):
+        LLM("smolm2", offline=True)
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ModelFileError):
+        LLM(str(tmp_path / "bad.gguf"))
+    with pytest.raises(ConfigError, match="max-context"):
+        LLM(str(tiny_model), max_context=1 << 20)
+    assert set(threading.enumerate()) <= before, "a failed start leaves no thread"
+
+
+def test_from_many_threads(llm: LLM) -> None:
+    expected = [llm.generate(PROMPT[: 1 + n], max_tokens=30, **GREEDY)[0].tokens for n in range(8)]
+    got: list[list[int]] = [[] for _ in range(8)]
+
+    def ask(number: int) -> None:
+        for _ in range(3):
+            got[number] = llm.generate(PROMPT[: 1 + number], max_tokens=30, **GREEDY)[0].tokens
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+
+
+def test_one_after_another_leaves_nothing(tmp_path: Path) -> None:
+    """Weights of 17 MB: what `close` does not give back shows."""
+    path = write_model(tmp_path, "llama", "F32", hidden=512, ffn=1536, layers=4)
+    answers: list[Completion] = []
+    sizes: list[int] = []
+    threads: list[int] = []
+    descriptors: list[int] = []
+    for _ in range(7):
+        llm = LLM(str(path), kv_memory=32 << 20)
+        answers += llm.generate(PROMPT, max_tokens=5, **GREEDY)
+        before = resident_bytes(os.getpid())
+        llm.close()
+        assert before - resident_bytes(os.getpid()) > path.stat().st_size / 2, "weights are given back by close itself"
+        llm.close()
+        gc.collect()  # weights and pages are gone by now; objects in cycles go when Python looks
+        sizes.append(resident_bytes(os.getpid()))
+        threads.append(threading.active_count())
+        descriptors.append(num_descriptors(os.getpid()))
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
+    assert max(sizes[4:]) - sizes[3] < 8_000_000, sizes  # the allocator's arenas grow with the first few
+    assert len(set(threads[1:])) == 1, threads
+    assert len(set(descriptors[1:])) == 1, descriptors
+
+
+def test_two_at_the_same_time(tiny_model: Path, llm: LLM) -> None:
+    [expected] = llm.generate(PROMPT, max_tokens=20, **GREEDY)
+    with LLM(str(tiny_model), threads=1, max_context=512) as other:
+        assert other.max_context == 512
+        stream = llm.stream(PROMPT, max_tokens=20, **GREEDY)
+        first = next(stream)
+        assert other.generate(PROMPT, max_tokens=20, **GREEDY)[0].tokens == expected.tokens
+        assert first + "".join(stream) == expected.text
+
+
+def test_closed_while_a_stream_is_open(tiny_model: Path) -> None:
+    """The stream ends with an error that says why; nobody hangs."""
+    llm = LLM(str(tiny_model), max_context=8192)
+    stream = llm.stream(PROMPT, max_tokens=8000, **GREEDY)
+    next(stream)
+    llm.close()
+    with pytest.raises(Exception, match=r"stop|clos|shut"):
+        list(stream)
+    with pytest.raises(Exception, match="closed"):
+        llm.generate(PROMPT, max_tokens=1)
