@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import statistics
@@ -243,7 +244,7 @@ async def test_a_signal_drains(
         assert (finish, errors) == ("length", [])
         assert answer["usage"]["completion_tokens"] == LONG
         assert server.wait() == 0
-        assert "draining: 2 running" in server.output
+        assert re.search(r"draining: [23] running", server.output), "the probe that overtook the signal may still run"
         await gone(*pids)
         assert not sockets(tmp_path)
 
