@@ -130,6 +130,21 @@ async def test_gateway_killed_while_loading(tiny_model: Path, tmp_path: Path) ->
         await gone(*pids)
 
 
+async def test_worker_killed_while_loading(tiny_model: Path, tmp_path: Path) -> None:
+    """A first start that fails is not tried again: one line says what happened."""
+    with serving(tiny_model, env={"AI_ENGINE_CACHE": str(tmp_path)}, wait=False) as server:
+
+        async def has_a_worker() -> bool:
+            return len(server.pids()) > 2
+
+        await until(has_a_worker, "compilers")
+        pids = server.pids()
+        os.kill(pids[1], signal.SIGKILL)
+        assert server.wait() == 1
+        assert "ai-engine: the worker ended with status -9 before it was ready" in server.output
+        await gone(*pids)
+
+
 def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
     """A start that must fail."""
     return subprocess.run(
