@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -137,6 +139,13 @@ def build_text(data: TokenizerData) -> ModelText:
     from ai_engine.data.service import ModelText
 
     return ModelText(data, cache_dir=cache_dir() / "tokenizers")
+
+
+def give_back() -> None:
+    """Hand memory that loading needed back to the system (glibc keeps it otherwise)."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def phase_timer(progress: Progress, telemetry: Telemetry) -> Progress:

@@ -19,7 +19,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(description="compute threads; 0: cores in the affinity mask and cgroup quota")] = 0
     max_context: Annotated[int, Meta(description="tokens one request may hold; 0: min(model's limit, 8192)")] = 0
     max_seqs: Annotated[int, Meta(description="sequences that run in one step")] = 32
-    max_step_tokens: Annotated[int, Meta(description="rows (prompt and output tokens) of one step")] = 512
+    max_step_tokens: Annotated[
+        int, Meta(description="rows (prompt and output tokens) of one step; 0: 512, fewer for wide models")
+    ] = 0
     kv_memory: Annotated[
         int, Meta(description="bytes for KV pages; 0: 8 requests at max_context, at most a quarter of free memory")
     ] = 0
@@ -77,7 +79,8 @@ def check_engine(config: EngineConfig) -> EngineConfig:
     _at_least("threads", config.threads, 0)
     _at_least("max_context", config.max_context, 0)
     _at_least("max_seqs", config.max_seqs, 1)
-    _at_least("max_step_tokens", config.max_step_tokens, 8)
+    if config.max_step_tokens:
+        _at_least("max_step_tokens", config.max_step_tokens, 8)
     _at_least("kv_memory", config.kv_memory, 0)
     if config.page_tokens not in (32, 64):
         raise ConfigError(f"--page-tokens is {config.page_tokens}; use 32 or 64", param="page_tokens")

@@ -157,7 +157,6 @@ class Gateway:
         self.stopping = asyncio.Event()
         self.at_once = asyncio.Event()  # asked twice
         self.signal = signal.SIGTERM  # the last one
-        self.text: ModelText | None = None
         loading = ServedModel(
             id=self.name,
             max_context=UNKNOWN_LIMIT,
@@ -278,6 +277,9 @@ class Gateway:
         with tempfile.TemporaryDirectory(prefix="ai-engine-") as folder:
             with contextlib.closing(await asyncio.to_thread(open_model, self.path)) as file:
                 data = file.tokenizer()
+            eos_ids, defaults = list(data.eos_ids), data.defaults
+            making = asyncio.create_task(asyncio.to_thread(app.build_text, data))  # while the worker loads
+            del data, file
             deaths = 0
             while True:
                 job = Job(
@@ -285,16 +287,17 @@ class Gateway:
                     socket=str(Path(folder) / f"worker-{deaths}.sock"),
                     engine=self.engine,
                     serve=self.config,
-                    eos_ids=list(data.eos_ids),
+                    eos_ids=eos_ids,
                 )
                 worker = WorkerProcess(job)
                 try:
-                    if self.text is None:
-                        self.text = await asyncio.to_thread(app.build_text, data)
+                    text = await making
+                    if deaths == 0:
+                        app.give_back()
                     report = await worker.report()
                     client = await ServingClient.connect(job.socket, telemetry=self.metrics)
                     try:
-                        await self._one_life(client, report, listener, self.text, data.defaults, first=deaths == 0)
+                        await self._one_life(client, report, listener, text, defaults, first=deaths == 0)
                     finally:
                         self.relay.target = None
                         await client.close()

@@ -77,6 +77,8 @@ async def run(job: Job, out: BinaryIO, serving: threading.Event) -> None:
         runtime = await asyncio.to_thread(
             app.build_runtime, file, job.engine, Progress(quiet=job.quiet), telemetry, frozenset(job.eos_ids)
         )
+    del file  # its token lists
+    app.give_back()
     service = app.build_service(runtime, job.serve, telemetry, frozenset(job.eos_ids))
     await service.start()
     try:

@@ -21,10 +21,10 @@ from ai_engine.ports.runtime import SequenceSpec, StepPlan, Work
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.runtime.engine import Engine
 from ai_engine.runtime.ir import Graph, to_text
-from ai_engine.runtime.lower import calls_table, lower
+from ai_engine.runtime.lower import calls_table
 from ai_engine.runtime.models import build_graph
 from ai_engine.runtime.passes import DEFAULT_PASSES, Pass, compile_graph
-from ai_engine.runtime.plan import EngineOptions, make_plan, mib
+from ai_engine.runtime.plan import EngineOptions, make_plan, mib, step_rows
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,8 +122,7 @@ def describe_graph(
         config = msgspec.structs.replace(config, num_layers=min(num_layers, config.num_layers))
     stages: list[tuple[str, Graph]] = []
     graph = compile_graph(build_graph(config, file.tensors), passes, lambda name, graph: stages.append((name, graph)))
-    rows = options.max_step_tokens
-    lowered = lower(graph, kernels.buffer_bytes, rows, min(rows, max(64, options.max_seqs)))
+    rows, _, lowered = step_rows(graph, kernels, options)
     shown = stages if every_pass else stages[-1:]
     parts = [
         f"// {name}: {len(graph.ops)} ops, {len(graph.weights)} weights\n{to_text(graph)}" for name, graph in shown

@@ -26,6 +26,8 @@ DEFAULT_CONTEXT: Final = 8192
 DEFAULT_REQUESTS: Final = 8
 """KV memory is sized for this many requests of full context."""
 LOGIT_ROWS_PER_SEQ: Final = 2
+AUTO_ROWS: Final = (512, 256, 128)
+SMALL_ACTIVATIONS: Final = 16 << 20
 MIN_CONTEXT: Final = 128
 
 
@@ -35,7 +37,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     max_context: int = 0
     max_seqs: int = 32
-    max_step_tokens: int = 512
+    max_step_tokens: int = 0
     kv_memory: int = 0
     page_tokens: int = 32
     eviction: str = "lru"
@@ -92,9 +94,7 @@ def make_plan(
     """Compile the graph and do the sums. Raises UnsupportedModel, or ConfigError that names the flag to change."""
     config = file.config
     graph = compile_graph(build_graph(config, file.tensors), passes, watch)
-    logit_rows = max(64, LOGIT_ROWS_PER_SEQ * options.max_seqs)
-    logit_rows = min(logit_rows, max(options.max_step_tokens, options.max_seqs))
-    lowered = lower(graph, kernels.buffer_bytes, options.max_step_tokens, logit_rows)
+    rows, logit_rows, lowered = step_rows(graph, kernels, options)
     shape = KvShape(
         num_layers=config.num_layers,
         kv_heads=config.num_kv_heads,
@@ -107,8 +107,8 @@ def make_plan(
     num_pages, max_context = _fit_kv(config, options, page_bytes, rest, free_bytes)
     limits = Limits(
         max_context=max_context,
-        max_step_tokens=options.max_step_tokens,
-        max_seqs=min(options.max_seqs, options.max_step_tokens, logit_rows),
+        max_step_tokens=rows,
+        max_seqs=min(options.max_seqs, rows, logit_rows),
         max_logit_rows=logit_rows,
         vocab_size=config.vocab_size,
     )
@@ -124,6 +124,19 @@ def make_plan(
             param="kv_memory",
         )
     return plan
+
+
+def step_rows(graph: Graph, kernels: Kernels, options: EngineOptions) -> tuple[int, int, Lowered]:
+    """(rows of a step, its logits rows, the calls for that many). Where nobody asked for a number it is the largest of
+    AUTO_ROWS whose activations stay within SMALL_ACTIVATIONS, or that cost no more than the logits do anyway: a wide
+    model is as fast in chunks of 128, and its step is longer than any target by then."""
+    for rows in (options.max_step_tokens,) if options.max_step_tokens else AUTO_ROWS:
+        logit_rows = min(max(64, LOGIT_ROWS_PER_SEQ * options.max_seqs), max(rows, options.max_seqs))
+        lowered = lower(graph, kernels.buffer_bytes, rows, logit_rows)
+        floor = lower(graph, kernels.buffer_bytes, 1, logit_rows).activation_bytes
+        if lowered.activation_bytes <= max(SMALL_ACTIVATIONS, floor):
+            break
+    return rows, logit_rows, lowered
 
 
 def _fit_kv(config: ModelConfig, options: EngineOptions, page_bytes: int, rest: int, free: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_retry_after_s: float = 60.0
     # a step
     step_target_s: float = 0.050  # predicted seconds of a step with running streams in it
-    prefill_target_s: float = 0.200  # of a step that nobody is waiting for tokens from
+    prefill_target_s: float = 0.400  # of a step that nobody is waiting for tokens from
     min_prefill_tokens: int = 16  # a prompt always advances by this much
     # admission
     max_running: int = 0  # sequences open at once; 0: as many as a step takes
