@@ -182,6 +182,7 @@ class Local:
         await self.serving.close()
         self.runtime.close()
         self.text.close()
+        give_back()
 
 
 async def open_local(
