@@ -168,8 +168,10 @@ class Contexts:
 
 
 def aligned(nbytes: int, align: int) -> npt.NDArray[np.uint8]:
-    """Zeroed bytes whose address is a multiple of ``align``."""
-    raw = np.zeros(nbytes + align, np.uint8)
+    """Zeroed bytes whose address is a multiple of ``align``. Large ones are mappings of their own: in the allocator's
+    per-thread heaps, workspaces of models that come and go left 4 MB each behind."""
+    large = nbytes >= 1 << 20
+    raw = np.frombuffer(mmap.mmap(-1, nbytes + align), np.uint8) if large else np.zeros(nbytes + align, np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + nbytes]
 
