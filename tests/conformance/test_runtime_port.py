@@ -87,6 +87,19 @@ def test_preempted_and_unknown_sequences_are_closed(runtime: Runtime) -> None:
     assert runtime.pages_needed(1, 1) >= 0
 
 
+def test_an_open_that_fails_pins_no_page(runtime: Runtime) -> None:
+    prompt = list(range(90))
+    runtime.open(spec(1, prompt))
+    compute(runtime, 1, 90)
+    before = runtime.step(StepPlan(2, release=[1])).budget
+    if isinstance(runtime, Engine):
+        with pytest.raises(OverflowError):
+            runtime.open(spec(2, prompt, top_k=1 << 31))
+        runtime.check_integrity()
+    assert runtime.budget() == before
+    assert runtime.open(spec(2, prompt)) == 64
+
+
 def test_drafts_and_logprobs(runtime: Runtime) -> None:
     runtime.open(spec(1, [1] * 10, logprobs=2, prompt_logprobs=0))
     result = runtime.step(StepPlan(1, [Work(1, 10)]))

@@ -182,7 +182,7 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
         "model": Text(1, 512),
         "temperature": Number(0, 2),
         "top_p": Number(0, 1),
-        "top_k": Integer(-1, 1 << 31),
+        "top_k": Integer(-1, (1 << 31) - 1),
         "min_p": Number(0, 1),
         "repetition_penalty": Number(0, 100, above=True),
         "presence_penalty": Number(-2, 2),
@@ -404,9 +404,7 @@ def _max_tokens(got: dict[str, Any], at: Checking) -> int | None:
         at.ignored("max_completion_tokens is used instead.")
     limit = old if new is None else new
     if limit is not None and got.get("min_tokens", 0) > limit:
-        raise InvalidValue(
-            f"min_tokens: found {got['min_tokens']}, expected at most the maximum, {limit}.", param="min_tokens"
-        )
+        raise _too_many_at_least(got["min_tokens"], limit)
     return limit
 
 
@@ -454,4 +452,14 @@ def room_for(ask: Ask, num_prompt: int, model: ServedModel) -> int:
         raise InvalidValue(f"{param}: found no tokens, expected at least one.", param=param)
     if wanted is not None:
         return wanted
-    return room if ask.messages is not None else min(DEFAULT_COMPLETION_TOKENS, room)
+    limit = room if ask.messages is not None else min(DEFAULT_COMPLETION_TOKENS, room)
+    if ask.sampling.min_tokens > limit:
+        raise _too_many_at_least(ask.sampling.min_tokens, limit)
+    return limit
+
+
+def _too_many_at_least(found: int, limit: int) -> InvalidValue:
+    return InvalidValue(
+        f"min_tokens: found {found}, expected at most the maximum, {limit}. Fix: lower it, or set max_tokens.",
+        param="min_tokens",
+    )

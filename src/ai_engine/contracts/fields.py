@@ -224,7 +224,7 @@ class TokenKeys:
         for key, item in value.items():
             at.path.append(key)
             token = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
-            if not 0 <= token < self.vocab_size:
+            if not 0 <= token < self.vocab_size or str(token) != key:  # "07" and "7" would be one key twice
                 at.fail(show(key), f"a token id from 0 to {self.vocab_size - 1}", "keys are token ids, not text.")
             checked[token] = self.value.check(item, at)
             at.path.pop()

@@ -86,9 +86,13 @@ class Engine:
             handle = self.pool.fork(self._sequences[spec.fork_of or 0].handle, spec.namespace, shared)
         else:
             handle, shared = self.pool.open(spec.namespace, tokens, expect_tokens=expect, reuse=not scores)
-        seq = Sequence(spec, tokens, self._limits.max_context, handle, self.pool.slot(handle), self._eos_ids)
+        try:
+            seq = Sequence(spec, tokens, self._limits.max_context, handle, self.pool.slot(handle), self._eos_ids)
+            self._params.set(seq.slot, spec.params)
+        except BaseException:  # nobody would ever release the pages that it shares
+            self.pool.release(handle)
+            raise
         seq.num_computed = shared
-        self._params.set(seq.slot, spec.params)
         self._sequences[spec.seq_id] = seq
         return shared
 
