@@ -396,7 +396,7 @@ class _Metadata:
         window = self.size("attention.sliding_window", 0)
         attn_scale = self.get(prefix + "attention.scale", float, 0.0) or None
         if gemma and num_layers == 62:  # Gemma 3 27B scales by hidden size per head
-            attn_scale = attn_scale or (hidden / num_heads) ** -0.5
+            attn_scale = attn_scale or (max(hidden, 1) / num_heads) ** -0.5
         return ModelConfig(
             arch=arch,
             name=self.get("general.name", str, self.path.stem) or self.path.stem,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -236,13 +237,20 @@ def _shard_paths(folder: Path) -> list[Path]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    return _parse_json(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    """All of a small file. A pipe or a device is refused: reading one may never end."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise ModelFileError(f"{path}: is not a regular file; fetch the model again")
+        if info.st_size > MAX_JSON_BYTES:
             raise ModelFileError(f"{path}: is longer than {MAX_JSON_BYTES} bytes; fetch it again")
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}; fetch the model again") from error
-    return _parse_json(content, str(path))
 
 
 def _parse_json(content: bytes, where: str) -> dict[str, Any]:
@@ -458,11 +466,14 @@ def _token_ids(path: Path, spec: Mapping[str, Any], vocab_size: int) -> tuple[di
     model = spec.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list):  # Unigram: [[text, score], ...]
-        vocab = {entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+        vocab = {str(entry[0]): index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
     if not isinstance(vocab, dict) or not vocab:
         raise ModelFileError(f"{path}: has no vocabulary; fetch the model again")
     by_text, special = dict(vocab), set()
-    for added in spec.get("added_tokens") or []:
+    more = spec.get("added_tokens") or []
+    if not isinstance(more, list):
+        raise ModelFileError(f"{path}: 'added_tokens' is {str(more)[:60]!r}, expected a list; fetch the model again")
+    for added in more:
         if not isinstance(added, dict) or not isinstance(added.get("content"), str):
             raise ModelFileError(f"{path}: an added token is described as {str(added)[:60]!r}; fetch the model again")
         by_text[added["content"]] = added.get("id")
@@ -492,8 +503,8 @@ def _chat_template(folder: Path, options: Mapping[str, Any]) -> str:
     separate = folder / "chat_template.jinja"
     if separate.exists():
         try:
-            return separate.read_bytes()[: 4 << 20].decode()
-        except (OSError, UnicodeDecodeError) as error:
+            return _read_bytes(separate).decode()
+        except UnicodeDecodeError as error:
             raise ModelFileError(f"{separate}: cannot be read as text: {error}; fetch the model again") from error
     template = options.get("chat_template")
     if isinstance(template, list):

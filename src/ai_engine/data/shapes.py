@@ -140,6 +140,8 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], where:
 def pattern_of_flags(slides: list[bool], num_layers: int, where: str) -> int:
     """The window pattern that equals one flag per layer; UnsupportedModel when none does. An all-global model has
     no pattern: the caller drops its window before."""
+    if num_layers > MAX_LAYERS:  # the lists below would fill the memory
+        raise ModelFileError(f"{where}: {num_layers} layers, expected at most {MAX_LAYERS}; the config is damaged")
     for pattern in range(1, num_layers + 2):
         if slides == [pattern == 1 or (layer + 1) % pattern != 0 for layer in range(num_layers)]:
             return pattern

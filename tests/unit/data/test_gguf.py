@@ -114,6 +114,14 @@ def set_key(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], 
     return lambda metadata, _: metadata.__setitem__(key, value)
 
 
+SLIDING = {"llama.attention.sliding_window": 32, "llama.attention.sliding_window_pattern": [1, 0]}
+GEMMA_OF_NOTHING = {
+    "general.architecture": "gemma3", "gemma3.block_count": 62, "gemma3.embedding_length": 0,
+    "gemma3.attention.head_count": 1, "gemma3.feed_forward_length": 1, "gemma3.context_length": 1,
+    "gemma3.attention.layer_norm_rms_epsilon": 1.0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -125,6 +133,8 @@ def set_key(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], 
         (set_key("llama.block_count", 1 << 30), ModelFileError, "number of layers"),
         (set_key("llama.block_count", 0), ModelFileError, "number of layers"),
         (set_key("llama.block_count", "one"), ModelFileError, "expected an integer"),
+        (lambda m, _: m.update(SLIDING | {"llama.block_count": 1 << 31}), ModelFileError, "2147483648 layers"),
+        (lambda m, _: m.update(GEMMA_OF_NOTHING), ModelFileError, "hidden size"),
         (set_key("llama.attention.head_count", 0), ModelFileError, "attention heads"),
         (set_key("llama.attention.head_count_kv", 3), ModelFileError, "no multiple"),
         (set_key("llama.attention.head_count_kv", 2), ModelFileError, "blk.0.attn_k.weight"),

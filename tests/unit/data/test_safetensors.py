@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from ai_engine.data.safetensors import SafetensorsDir, canonical_name
+from ai_engine.data.service import ModelText
 from ai_engine.data.tokenizer import ModelTokenizer
 from ai_engine.ports.errors import ModelFileError, UnsupportedModel
 from ai_engine.ports.model import RopeScaling
@@ -105,6 +107,40 @@ def test_config_must_make_sense(changes: dict[str, Any], error: type[Exception],
     edit(folder / "config.json", **changes)
     with pytest.raises(error, match=words):
         SafetensorsDir(folder)
+
+
+def test_a_window_over_absurdly_many_layers(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(TINY / "mistral-window", tmp_path / "model"))
+    edit(folder / "config.json", num_hidden_layers=10**12)
+    with pytest.raises(ModelFileError, match="1000000000000 layers"):
+        SafetensorsDir(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_never_ends_is_not_read(name: str, kind: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(ModelFileError, match=f"{name}: is not a regular file"):
+        SafetensorsDir(folder).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"added_tokens": 1}, "'added_tokens' is '1', expected a list"),
+        ({"added_tokens": [5]}, "an added token"),
+        ({"model": {"vocab": [[[], 1], [{}, 0]]}}, "tokenizer.json: cannot be read"),
+        ({"model": {"vocab": 5}}, "no vocabulary"),
+    ],
+)
+def test_a_tokeniser_that_makes_no_sense(change: dict[str, Any], words: str, folder: Path) -> None:
+    edit(folder / "tokenizer.json", **change)
+    with pytest.raises(ModelFileError, match=words):
+        ModelText(SafetensorsDir(folder).tokenizer())
 
 
 def test_text_part_of_a_multimodal_gemma(tmp_path: Path) -> None:
