@@ -18,7 +18,8 @@ def test_every_hop_exists() -> None:
     for file, function in hops:
         path = folder / file
         if not path.exists():  # further files of a row stand beside the first
-            path = next((folder / first).parent / file for first, _ in hops if ((folder / first).parent / file).exists())
+            beside = [(folder / first).parent / file for first, _ in hops]
+            path = next(other for other in beside if other.exists())
         assert path.exists(), f"docs/trace.md names {file}"
         if function:
             source = path.read_text(encoding="utf-8")
