@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ai_engine.data.models import resolve
+from ai_engine.testing.process import Server, cpu_seconds, process_tree
 from bench import random_model
-from bench.machine import cpu_seconds, pss_bytes, save
-from tests.conftest import Server
+from bench.machine import pss_bytes, save
 
 MB = 1_000_000
 
@@ -120,7 +120,7 @@ def big_model(figures: Figures) -> None:
             nonlocal peak
             while not done.wait(0.1):
                 try:
-                    pids = server_pids or below(os.getpid())
+                    pids = server_pids or process_tree(os.getpid())[1:]
                     peak = max(peak, pss_bytes(pids))
                 except (FileNotFoundError, ProcessLookupError):
                     continue
@@ -141,15 +141,6 @@ def big_model(figures: Figures) -> None:
     figures.add("1.5B: ready", server.ready_s, 15, "s")
     figures.add("1.5B: peak PSS", peak / MB, (1.2 * size + kv) / MB, "MB")
     figures.add("1.5B: 8,000-token prompt and 16 tokens", took, 600, "s")
-
-
-def below(pid: int) -> list[int]:
-    """All descendants of a process."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *below(int(child))]
-    return found
 
 
 def main() -> int:

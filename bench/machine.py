@@ -1,4 +1,4 @@
-"""The machine's identity beside every result, and small helpers that read /proc. Owns no measurement of its own."""
+"""The machine's identity beside every result, and the memory of processes. Owns no measurement of its own."""
 
 from __future__ import annotations
 
@@ -45,12 +45,3 @@ def pss_bytes(pids: list[int]) -> int:
             if line.startswith("Pss:"):
                 total += int(line.split()[1]) * 1024
     return total
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """User and system time of the processes since they began."""
-    total = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")

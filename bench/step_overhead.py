@@ -18,6 +18,7 @@ from ai_engine.ports.runtime import SequenceSpec, StepPlan, Work
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.runtime.engine import Engine, build_engine
 from ai_engine.runtime.plan import EngineOptions
+from ai_engine.testing.arena import PlainArena
 from ai_engine.testing.kernels import NullKernels
 from ai_engine.testing.model import RandomModel
 
@@ -34,18 +35,6 @@ PARAMS = {
 }
 
 
-class Arena:
-    """Plain memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.data = np.zeros(nbytes, np.uint8)
-        self.nbytes = nbytes
-        self.address = self.data.ctypes.data
-
-    def close(self) -> None:
-        pass
-
-
 def measure(
     engine: Engine, kernels: NullKernels, params: SamplingParams, batch: int, steps: int = 400
 ) -> dict[str, float]:
@@ -55,7 +44,7 @@ def measure(
         engine.step(StepPlan(0, [Work(seq_id, 100)]))
     plan = StepPlan(1, [Work(seq_id, 1) for seq_id in ids])
     taken = []
-    for _ in range(400):
+    for _ in range(steps):
         started = time.thread_time_ns()
         engine.step(plan)
         taken.append((time.thread_time_ns() - started) / 1e3)
@@ -70,7 +59,7 @@ def main() -> None:
     kernels = NullKernels()
     options = EngineOptions(kv_memory=1 << 24)
     engine = build_engine(
-        RandomModel(CONFIG, dtype=DType.F32), kernels, Arena, 1 << 32, SystemClock(), options, warm_up=False
+        RandomModel(CONFIG, dtype=DType.F32), kernels, PlainArena, 1 << 32, SystemClock(), options, warm_up=False
     )
     gc.disable()
     results = {}

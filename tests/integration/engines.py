@@ -14,17 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ai_engine.app import build_kernels
-from ai_engine.config import EngineConfig
-from ai_engine.data.models import open_model
-from ai_engine.hardware.arena import MappedArena
-from ai_engine.hardware.machine import read_machine
-from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.runtime import SeqOutput, SequenceSpec, StepPlan, Work
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import TokenLogprob
-from ai_engine.runtime.engine import Engine, build_engine
-from ai_engine.runtime.plan import EngineOptions
+from ai_engine.runtime.engine import Engine
+from tests.golden import engine as adapter
 from tests.golden import tiny_gguf
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -58,29 +52,11 @@ def needs_target(target: str) -> None:
 
 
 @contextmanager
-def engine_of(
-    path: Path, *, threads: int = 2, target: str = "auto", kernels: str = "cpu", **options: Any
-) -> Iterator[Engine]:
-    """An engine over a model file; ``options`` are EngineOptions."""
+def engine_of(path: Path, **options: Any) -> Iterator[Engine]:
+    """An engine with room for the tests' batches; ``options`` are those of tests.golden.engine.engine_of."""
     fields: dict[str, Any] = {"max_seqs": 16, "max_step_tokens": 256, "max_context": 512, "kv_memory": 32 << 20}
-    config = msgspec.convert({"threads": threads, "cpu": target, "kernels": kernels}, EngineConfig)
-    file = open_model(path)
-    try:
-        engine = build_engine(
-            file,
-            build_kernels(config),
-            MappedArena,
-            read_machine().memory_available_bytes,
-            SystemClock(),
-            EngineOptions(**{**fields, **options}),
-            warm_up=False,
-        )
-    finally:
-        file.close()
-    try:
-        yield engine
-    finally:
-        engine.close()
+    with adapter.engine_of(path, **{**fields, **options}) as built:
+        yield built
 
 
 class Ask(msgspec.Struct, frozen=True):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Server
+from ai_engine.testing.process import Server
+from tests.conftest import ROOT
 from tests.integration.client import ask
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_connection_left")]

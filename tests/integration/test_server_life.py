@@ -22,14 +22,14 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Server
+from ai_engine.testing.process import Server, cpu_seconds
+from tests.conftest import ROOT
 from tests.integration.client import (
     POOL,
     QUEUED,
     RUNNING,
     Exchange,
     ask,
-    cpu_s,
     gone,
     is_idle,
     metrics,
@@ -484,9 +484,9 @@ async def idle_share(server: Server, seconds: float) -> float:
     await until(lambda: is_idle(server.url), "nothing to do")
     await asyncio.sleep(0.5)
     pids = server.pids()
-    before = sum(map(cpu_s, pids))
+    before = cpu_seconds(pids)
     await asyncio.sleep(seconds)
-    return (sum(map(cpu_s, pids)) - before) / seconds
+    return (cpu_seconds(pids) - before) / seconds
 
 
 @pytest.mark.integration

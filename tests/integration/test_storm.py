@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Server
+from ai_engine.testing.process import Server
 from tests.integration.client import (
     POOL,
     is_idle,

@@ -12,7 +12,6 @@ from ai_engine.ports.text import Encoded
 SPECIALS: Final = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 BOS_ID: Final = 256
 EOS_ID: Final = 257
-IM_START_ID: Final = 258
 IM_END_ID: Final = 259
 _SPECIAL_IDS: Final = {text: 256 + i for i, text in enumerate(SPECIALS)}
 _SPLIT: Final = re.compile("(" + "|".join(re.escape(text) for text in SPECIALS) + ")")
@@ -52,9 +51,6 @@ class ByteTokenizer:
 
     def is_special(self, token: int) -> bool:
         return token >= 256
-
-
-FakeTokenizer = ByteTokenizer
 
 
 class FakeTemplate:

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ai_engine.kernels.reference.backend import ReferenceKernels
 from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.kernels import Kernels, SampleOut, StepBatch
@@ -18,6 +15,7 @@ from ai_engine.ports.sampling import SamplingParams
 from ai_engine.runtime.engine import Engine, build_engine
 from ai_engine.runtime.passes import DEFAULT_PASSES, Pass
 from ai_engine.runtime.plan import EngineOptions
+from ai_engine.testing.arena import PlainArena
 from ai_engine.testing.kernels import NullKernels, NullProgram
 from ai_engine.testing.model import RandomModel
 
@@ -35,18 +33,6 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**(fields | changes))
 
 
-class Arena:
-    """Plain memory as ports.hardware.Arena."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.data: npt.NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
-        self.address, self.nbytes = self.data.ctypes.data, nbytes
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def make_engine(
     file: ModelFile | None = None,
     kernels: Kernels | None = None,
@@ -57,8 +43,8 @@ def make_engine(
 ) -> Engine:
     fields = {"max_step_tokens": 48, "max_seqs": 8, "kv_memory": 1 << 20} | options
     return build_engine(
-        file or RandomModel(LLAMA, dtype=DType.Q8_0), kernels or ReferenceKernels(), Arena, FREE_BYTES, SystemClock(),
-        EngineOptions(**fields), passes=passes, warm_up=warm_up,
+        file or RandomModel(LLAMA, dtype=DType.Q8_0), kernels or ReferenceKernels(), PlainArena, FREE_BYTES,
+        SystemClock(), EngineOptions(**fields), passes=passes, warm_up=warm_up,
     )  # fmt: skip
 
 

@@ -18,12 +18,12 @@ from ai_engine.runtime.engine import Engine
 from ai_engine.runtime.inspect import describe_graph, inspect_model, inspection_text, teacher_forced_logits
 from ai_engine.runtime.passes import DEFAULT_PASSES, PLAIN_PASSES
 from ai_engine.runtime.plan import EngineOptions, make_plan
+from ai_engine.testing.arena import PlainArena
 from ai_engine.testing.model import RandomModel
 from tests.unit.runtime.support import (
     FREE_BYTES,
     LLAMA,
     TINY,
-    Arena,
     ScriptedKernels,
     config,
     generate,
@@ -350,10 +350,10 @@ def test_warm_up_leaves_nothing_behind() -> None:
 
 
 def test_close_gives_memory_back() -> None:
-    arenas: list[Arena] = []
+    arenas: list[PlainArena] = []
 
-    def make(nbytes: int) -> Arena:
-        arenas.append(Arena(nbytes))
+    def make(nbytes: int) -> PlainArena:
+        arenas.append(PlainArena(nbytes))
         return arenas[-1]
 
     from ai_engine.ports.clock import SystemClock
