@@ -23,6 +23,7 @@ import numpy as np
 from ai_engine import app
 from ai_engine.config import EngineConfig
 from ai_engine.data.models import open_model, resolve
+from ai_engine.ports.progress import no_progress
 from ai_engine.ports.runtime import Runtime, SequenceSpec, StepPlan, Work
 from ai_engine.ports.sampling import SamplingParams
 from bench.machine import save
@@ -34,7 +35,7 @@ class Ours:
     def __init__(self, path: Path, threads: int) -> None:
         file = open_model(path)
         config = EngineConfig(threads=threads, prefix_cache=False, max_seqs=16)
-        self.engine: Runtime = app.build_runtime(file, config, app.no_progress, app.NoTelemetry(), frozenset())
+        self.engine: Runtime = app.build_runtime(file, config, no_progress, app.NoTelemetry(), frozenset())
         self._rng = np.random.default_rng(0)
         self._step = self._seq = 0
 

@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import msgspec
 
 from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.ports.errors import NotReady
+from ai_engine.ports.progress import Progress, no_progress
 from ai_engine.ports.runtime import Limits, MemoryReport, Runtime
 from ai_engine.ports.serving import Chunk, GenerateRequest, Health, Serving
 from ai_engine.ports.telemetry import Event, PhaseDone, Telemetry
@@ -35,12 +36,6 @@ if TYPE_CHECKING:
     from ai_engine.ports.model import ModelFile, TokenizerData
     from ai_engine.runtime.plan import EngineOptions
     from ai_engine.serving.service import Service
-
-Progress = Callable[[str, float], None]
-
-
-def no_progress(phase: str, fraction: float) -> None:
-    """For callers that do not want to be told."""
 
 
 class NoTelemetry:

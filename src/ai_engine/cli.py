@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
 from ai_engine.ports.errors import AiEngineError
-from ai_engine.progress import Progress
+from ai_engine.progress import ProgressBar
 from ai_engine.version import __version__
 
 if TYPE_CHECKING:
@@ -157,13 +157,13 @@ def run_serve(args: argparse.Namespace) -> int:
         import msgspec
 
         serve = msgspec.structs.replace(serve, api_key=os.environ["AI_ENGINE_API_KEY"])
-    return run(args.model, check_engine(config_from(args, EngineConfig)), check_serve(serve), Progress())
+    return run(args.model, check_engine(config_from(args, EngineConfig)), check_serve(serve), ProgressBar())
 
 
 def open_llm(args: argparse.Namespace) -> LLM:
     from ai_engine.llm import LLM
 
-    return LLM(args.model, config=check_engine(config_from(args, EngineConfig)), progress=Progress())
+    return LLM(args.model, config=check_engine(config_from(args, EngineConfig)), progress=ProgressBar())
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -211,7 +211,7 @@ def run_models(args: argparse.Namespace) -> int:
     if args.what == "list":
         print(app.models_table())
     else:
-        print(app.pull(args.model, Progress(), verify=args.verify))
+        print(app.pull(args.model, ProgressBar(), verify=args.verify))
     return 0
 
 
@@ -219,7 +219,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from ai_engine import app
 
     config = check_engine(config_from(args, EngineConfig))
-    print(app.inspect_model(args.model, config, Progress(), tensors=args.tensors, as_json=args.json))
+    print(app.inspect_model(args.model, config, ProgressBar(), tensors=args.tensors, as_json=args.json))
     return 0
 
 
@@ -227,7 +227,7 @@ def run_graph(args: argparse.Namespace) -> int:
     from ai_engine import app
 
     config = check_engine(config_from(args, EngineConfig))
-    print(app.graph_text(args.model, config, Progress(), every_pass=args.passes, layers=args.layers))
+    print(app.graph_text(args.model, config, ProgressBar(), every_pass=args.passes, layers=args.layers))
     return 0
 
 

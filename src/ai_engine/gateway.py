@@ -32,6 +32,7 @@ from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.data.service import ModelText
 from ai_engine.observe.metrics import Metrics
 from ai_engine.ports.errors import ConfigError, EngineError, NotReady, error_from_code
+from ai_engine.ports.progress import Progress
 from ai_engine.ports.runtime import Limits, MemoryReport
 from ai_engine.ports.text import Encoded, OutputStream
 from ai_engine.version import __version__
@@ -102,7 +103,6 @@ class WorkerProcess:
     """One life of the worker."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ai_engine.worker"],
             stdin=subprocess.PIPE,
@@ -146,9 +146,7 @@ class WorkerProcess:
 class Gateway:
     """State of one `serve`."""
 
-    def __init__(
-        self, model: str, path: Path, engine: EngineConfig, config: ServeConfig, progress: app.Progress
-    ) -> None:
+    def __init__(self, model: str, path: Path, engine: EngineConfig, config: ServeConfig, progress: Progress) -> None:
         self.path, self.engine, self.config, self.progress = path, engine, config, progress
         self.name = config.served_name or model
         self.created = int(time.time())
@@ -277,7 +275,7 @@ class Gateway:
         with tempfile.TemporaryDirectory(prefix="ai-engine-") as folder:
             with contextlib.closing(await asyncio.to_thread(open_model, self.path)) as file:
                 data = file.tokenizer()
-            eos_ids, defaults = list(data.eos_ids), data.defaults
+            eos_ids, defaults = frozenset(data.eos_ids), data.defaults
             making = asyncio.create_task(asyncio.to_thread(app.build_text, data))  # while the worker loads
             del data, file
             deaths = 0
@@ -377,7 +375,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(model: str, engine: EngineConfig, config: ServeConfig, progress: app.Progress) -> int:
+def serve(model: str, engine: EngineConfig, config: ServeConfig, progress: Progress) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status. Raises from the error tree when it cannot start."""
     path = app.find_model(model, offline=config.offline, progress=progress)
     return uvloop.run(Gateway(model, path, engine, config, progress).run())

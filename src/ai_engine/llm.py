@@ -23,6 +23,7 @@ import msgspec
 
 from ai_engine.config import EngineConfig, ServeConfig, check_engine
 from ai_engine.ports.errors import EngineError, InvalidValue, error_from_code
+from ai_engine.ports.progress import Progress
 from ai_engine.ports.sampling import MAX_LOGPROBS, SamplingParams
 from ai_engine.ports.serving import Chunk, GenerateRequest, TokenLogprob, Usage
 
@@ -53,7 +54,7 @@ class LLM:
         model: str,
         *,
         config: EngineConfig | None = None,
-        progress: Callable[[str, float], None] | None = None,
+        progress: Progress | None = None,
         offline: bool = False,
         **options: Any,
     ) -> None:

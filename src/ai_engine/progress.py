@@ -8,19 +8,16 @@ import time
 WIDTH = 30
 
 
-class Progress:
-    """Call it with (phase, fraction); a fraction of 1 ends the phase. Phases under 0.2 s leave no trace."""
+class ProgressBar:
+    """A ports.progress.Progress. Phases under 0.2 s leave no trace."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+    def __init__(self) -> None:
         self._tty = sys.stderr.isatty()
         self._phase = ""
         self._started_s = 0.0
         self._drawn_s = 0.0
 
     def __call__(self, phase: str, fraction: float) -> None:
-        if self._quiet:
-            return
         now = time.monotonic()
         if phase != self._phase:
             self._phase, self._started_s, self._drawn_s = phase, now, 0.0

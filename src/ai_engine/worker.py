@@ -24,7 +24,7 @@ import msgspec
 from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.ports.errors import AiEngineError
 from ai_engine.ports.runtime import Limits, MemoryReport
-from ai_engine.progress import Progress
+from ai_engine.progress import ProgressBar
 
 LEAVE_S = 10.0
 """A worker that serves sees its socket close and leaves in order; after this long it is made to."""
@@ -35,8 +35,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     engine: EngineConfig
     serve: ServeConfig
-    eos_ids: list[int]
-    quiet: bool = False
+    eos_ids: frozenset[int]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +73,10 @@ async def run(job: Job, out: BinaryIO, serving: threading.Event) -> None:
 
     telemetry = TelemetryClient()
     with contextlib.closing(open_model(Path(job.path))) as file:
-        runtime = await asyncio.to_thread(
-            app.build_runtime, file, job.engine, Progress(quiet=job.quiet), telemetry, frozenset(job.eos_ids)
-        )
+        runtime = await asyncio.to_thread(app.build_runtime, file, job.engine, ProgressBar(), telemetry, job.eos_ids)
     del file  # its token lists
     app.give_back()
-    service = app.build_service(runtime, job.serve, telemetry, frozenset(job.eos_ids))
+    service = app.build_service(runtime, job.serve, telemetry, job.eos_ids)
     await service.start()
     try:
         out.write(msgspec.json.encode(Report(limits=runtime.limits, memory=runtime.memory)) + b"\n")

@@ -25,8 +25,7 @@ import msgspec
 
 from ai_engine.data.files import Manifest, git_blob_sha1_of, locked, sha256_of, write_atomic
 from ai_engine.ports.errors import DownloadError, ModelNotFound, UnsupportedModel
-
-Progress = Callable[[str, float], None]
+from ai_engine.ports.progress import Progress
 
 MAX_REDIRECTS: Final = 8
 MAX_LISTING_BYTES: Final = 64 << 20

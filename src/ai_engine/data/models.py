@@ -27,10 +27,11 @@ import msgspec
 
 from ai_engine.data.files import Manifest, locked, sha256_of
 from ai_engine.data.gguf import GgufFile
-from ai_engine.data.hub import Hub, HubId, Progress
+from ai_engine.data.hub import Hub, HubId
 from ai_engine.data.safetensors import SafetensorsDir
 from ai_engine.ports.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound
 from ai_engine.ports.model import ModelFile
+from ai_engine.ports.progress import Progress
 
 
 class Wheel(msgspec.Struct, frozen=True):

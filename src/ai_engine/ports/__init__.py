@@ -9,5 +9,7 @@ kernels.py    Call -> Program -> run; the Kernels port, which owns layouts
 model.py      ModelConfig, TensorInfo; the ModelFile port (weights and metadata)
 text.py       Encoded; the Tokenizer, ChatTemplate and TextService ports
 telemetry.py  typed events; the Telemetry port
+hardware.py   Machine; the Arena and ThreadTeam ports
 clock.py      time as a port
+progress.py   how far long work is
 """

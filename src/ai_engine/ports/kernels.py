@@ -32,7 +32,7 @@ When qkv comes from weights of different types, several matmul calls write colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ai_engine.ports.model import DType
+from ai_engine.ports.progress import Progress
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
@@ -178,12 +179,13 @@ class Program(Protocol):
 
 
 class Kernels(Protocol):
-    """Implementations: kernels.cpu.CpuKernels, kernels.reference.ReferenceKernels, testing.NullKernels."""
+    """Implementations: kernels.cpu.backend.CpuKernels, kernels.reference.backend.ReferenceKernels,
+    testing.NullKernels."""
 
     @property
     def name(self) -> str: ...
 
-    def prepare(self, progress: Callable[[str, float], None] | None = None) -> None:
+    def prepare(self, progress: Progress | None = None) -> None:
         """Build or load what `run` needs (object file). Called before anything else; ``progress(phase, fraction)``."""
         ...
 

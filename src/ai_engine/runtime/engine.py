@@ -17,6 +17,7 @@ from ai_engine.ports.errors import AiEngineError, EngineError, StaleHandle
 from ai_engine.ports.hardware import Arena
 from ai_engine.ports.kernels import F32, I32, U8, Kernels, Program, Resources, WeightSpec
 from ai_engine.ports.model import ModelFile
+from ai_engine.ports.progress import Progress, no_progress
 from ai_engine.ports.runtime import KvBudget, Limits, MemoryReport, SeqOutput, SequenceSpec, StepPlan, StepResult, Work
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.runtime.eviction import make_policy
@@ -27,8 +28,6 @@ from ai_engine.runtime.rope import rope_tables
 from ai_engine.runtime.sequence import ParamTable, Sequence
 from ai_engine.runtime.step import Builder, Piece, build_batch, cut, read_output
 from ai_engine.runtime.weights import load_weights
-
-Progress = Callable[[str, float], None]
 
 
 class MakeArena(Protocol):
@@ -208,7 +207,7 @@ def build_engine(
     options: EngineOptions,
     *,
     passes: SequenceOf[Pass] = DEFAULT_PASSES,
-    progress: Progress = lambda phase, fraction: None,
+    progress: Progress = no_progress,
     warm_up: bool = True,
 ) -> Engine:
     """Kernels ready, graph compiled, weights loaded, program bound and run once at its typical shapes.

@@ -22,6 +22,7 @@ from ai_engine.ports.kernels import (
     WeightSpec,
 )
 from ai_engine.ports.model import row_bytes
+from ai_engine.ports.progress import Progress
 from ai_engine.ports.sampling import MAX_LOGPROBS
 
 
@@ -54,7 +55,7 @@ class NullKernels:
     def name(self) -> str:
         return "null"
 
-    def prepare(self, progress: Callable[[str, float], None] | None = None) -> None:
+    def prepare(self, progress: Progress | None = None) -> None:
         if progress is not None:
             progress("compile", 1.0)
 

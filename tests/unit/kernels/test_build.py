@@ -12,6 +12,7 @@ import pytest
 from ai_engine.kernels.cpu import abi, build
 from ai_engine.kernels.cpu.lang import AVX2, NEON, Target
 from ai_engine.ports.errors import EngineError
+from ai_engine.ports.progress import Progress
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 _builds: list[str] = []
 
 
-def _one_object(target: Target, progress: build.Progress) -> list[bytes]:
+def _one_object(target: Target, progress: Progress) -> list[bytes]:
     """As build_objects, in this process."""
     _builds.append(target.name)
     return [build.compile_ir(build.emit_module(build.definitions(target), target), target)]

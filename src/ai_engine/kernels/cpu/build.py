@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ import msgspec
 from ai_engine.kernels.cpu import abi
 from ai_engine.kernels.cpu.lang import TARGETS, KernelDef, Module, Target, detect_target
 from ai_engine.ports.errors import EngineError
+from ai_engine.ports.progress import Progress, no_progress
 
 MODULES = ("executor", "elementwise", "matmul", "attention", "sample")
 """Modules of this package with a ``KERNELS: Sequence[KernelDef]``."""
 
-Progress = Callable[[str, float], None]
 _MAGIC = b"ai-engine kernels\n"
 _MAX_PARTS = 4
 _KEPT_BUILDS = 4  # per target; older files of other versions are deleted
@@ -189,7 +189,7 @@ def unpack_objects(data: bytes) -> list[bytes] | None:
 def load(target: Target | None = None, progress: Progress | None = None) -> Loaded:
     """The kernels for ``target`` (default: this machine), from the cache or built now."""
     target = target or host_target()
-    report = progress or (lambda phase, fraction: None)
+    report = progress or no_progress
     path = cache_dir() / f"{target.name}-{cache_key(target)[:32]}.bin"
     objects = None
     with contextlib.suppress(OSError):  # not there, or not readable: built below
