@@ -18,7 +18,7 @@ import msgspec
 
 from ai_engine.api.openai_types import Ask
 from ai_engine.ports.errors import AiEngineError, EngineError, error_from_code
-from ai_engine.ports.serving import Chunk, GenerateRequest, Serving, TokenLogprob
+from ai_engine.ports.serving import Chunk, GenerateRequest, Serving, TokenLogprob, Usage
 from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntry
 
 SETTLE_S = 1.0
@@ -27,22 +27,13 @@ MAILBOX_SIZE = 64
 """Chunks that wait in the gateway for a slow client before they wait, merged, in serving's stream."""
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """A token of an echoed prompt; satisfies ports.text.TokenEntry. Offsets count from the prompt's start."""
-
-    token: int
-    data: bytes
-    logprob: TokenLogprob | None
-    text_offset: int
-
-
 class Piece(msgspec.Struct):
     """What one wake-up gave one choice."""
 
     index: int
     text: str = ""
     entries: list[TokenEntry] = []
-    echoed: list[Entry] = []  # the prompt's tokens, on the first piece of an echo
+    echoed: list[TokenEntry] = []  # the prompt's tokens, on the first piece of an echo
     finish: str | None = None  # "stop" or "length"
     stop_reason: str | int | None = None
     num_tokens: int = 0  # of the choice so far
@@ -55,12 +46,6 @@ class Prompt(msgspec.Struct):
     text: str = ""
     logprobs: list[TokenLogprob] = []
     cached_tokens: int = 0
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
 
 
 class _Mailbox:
@@ -188,7 +173,7 @@ class _Choice:
             piece.echoed = echo_entries(self.prompt, self._text)
 
 
-def echo_entries(prompt: Prompt, text: TextService) -> list[Entry]:
+def echo_entries(prompt: Prompt, text: TextService) -> list[TokenEntry]:
     """The prompt's tokens with their log probabilities (the first has none) and offsets into its text."""
     entries = []
     # Control tokens have no text. A tokeniser that puts a space before the text says more than the text does.
@@ -199,7 +184,7 @@ def echo_entries(prompt: Prompt, text: TextService) -> list[Entry]:
         data = text.token_bytes(token)
         logprob = logprobs[position] if position < len(logprobs) else None
         begins_inside = bool(data) and data[0] & 0xC0 == 0x80  # a character: it is at that character
-        entries.append(Entry(token, data, logprob, max(0, offset - begins_inside)))
+        entries.append(TokenEntry(token, data, logprob, max(0, offset - begins_inside)))
         offset += widths[position]
     return entries
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from ai_engine.api.generation import Piece, Prompt, Usage
+from ai_engine.api.generation import Piece, Prompt
 from ai_engine.api.openai_types import DEFAULT_COMPLETION_TOKENS, Ask, ServedModel
 from ai_engine.ports.errors import AiEngineError
 from ai_engine.ports.sampling import SamplingParams
-from ai_engine.ports.serving import TokenLogprob
+from ai_engine.ports.serving import TokenLogprob, Usage
 from ai_engine.ports.text import TextService, TokenEntry
 
 LOWEST_LOGPROB = -9999.0

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ai_engine.api.generation import Generation, Piece, Usage
+from ai_engine.api.generation import Generation, Piece
 from ai_engine.api.http import Exchange
 from ai_engine.api.replies import (
     Answer,
@@ -26,6 +26,7 @@ from ai_engine.api.replies import (
     usage_reply,
 )
 from ai_engine.ports.errors import AiEngineError
+from ai_engine.ports.serving import Usage
 from ai_engine.ports.text import TextService
 
 DONE = b"data: [DONE]\n\n"

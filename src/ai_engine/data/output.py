@@ -13,29 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
 from ai_engine.data.detokenize import Utf8Stream
 from ai_engine.data.stops import StopMatcher
 from ai_engine.ports.serving import TokenLogprob
-from ai_engine.ports.text import Tokenizer
-
-
-class TokenEntry(msgspec.Struct, frozen=True):
-    """One generated token. ``text_offset`` counts characters of the choice's text before the token."""
-
-    token: int
-    data: bytes  # its exact bytes, a control token's name included
-    logprob: TokenLogprob | None
-    text_offset: int
-
-
-class Delta(msgspec.Struct, frozen=True):
-    """``text`` to send now, the ``entries`` of the tokens whose text is now out, and the stop string if one matched."""
-
-    text: str
-    entries: list[TokenEntry] = []
-    stop: str | None = None
+from ai_engine.ports.text import TextDelta, TokenEntry, Tokenizer
 
 
 class OutputPath:
@@ -60,7 +41,7 @@ class OutputPath:
         self.num_tokens = 0
         self.stop: str | None = None
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> TextDelta:
         """Take the next tokens (and their log probabilities, one each)."""
         assert logprobs is None or len(logprobs) == len(tokens), "one log probability per token"
         text: list[str] = []
@@ -68,12 +49,12 @@ class OutputPath:
             if self.stop is not None:
                 break
             text.append(self._take(token, logprobs[index] if logprobs else None))
-        return Delta("".join(text), self._entries_out(), self.stop)
+        return TextDelta("".join(text), self._entries_out(), self.stop)
 
-    def finish(self) -> Delta:
+    def finish(self) -> TextDelta:
         """No token follows: what was held back. A character cut short becomes one U+FFFD. Idempotent."""
         if self.stop is not None:
-            return Delta("")
+            return TextDelta("")
         text = self._through_stops(self._utf8.finish())
         if self._stops and self.stop is None:  # a stop may hold the U+FFFD
             held = self._stops.finish()
@@ -83,7 +64,7 @@ class OutputPath:
         if self.stop is None:
             entries += [entry for _, entry in self._waiting]
             self._waiting.clear()
-        return Delta(text, entries, self.stop)
+        return TextDelta(text, entries, self.stop)
 
     def _take(self, token: int, logprob: TokenLogprob | None) -> str:
         self.num_tokens += 1

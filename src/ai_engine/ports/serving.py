@@ -38,7 +38,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Of one choice. The prompt is counted once, on choice 0: the choices of a request add up."""
+    """Of one choice or summed over several. The prompt is counted once, on choice 0, so that choices add up."""
 
     prompt_tokens: int
     completion_tokens: int  # the end-of-sequence token counts

@@ -1,8 +1,8 @@
 """The text ports: strings to ids, ids to bytes, messages to a prompt; and TextService, the three as the doors use them.
 
-Tokenizer and ChatTemplate are what data builds from a model's files. TextService is what api is handed: app.py makes
-one from data's pieces (data.tokenizer, data.chat, data.output), tests make one from a ByteTokenizer. Encoding is async,
-because it runs off the event loop; decoding is not, because it runs once per token and must cost a few microseconds.
+Tokenizer and ChatTemplate are what data builds from a model's files. TextService is what api is handed:
+data.service makes one from data's pieces, tests make one from a ByteTokenizer. Encoding is async, because it runs off
+the event loop; decoding is not, because it runs once per token and must cost a few microseconds.
 """
 
 from __future__ import annotations
@@ -58,40 +58,24 @@ class ChatTemplate(Protocol):
         ...
 
 
-class TokenEntry(Protocol):
-    """One generated token whose text is out. ``text_offset`` counts characters of the choice's text before it."""
+class TokenEntry(msgspec.Struct, frozen=True):
+    """One token whose text is out. ``text_offset`` counts characters before it: of the choice's text, or of the
+    prompt's for a token of an echoed prompt."""
 
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def data(self) -> bytes:
-        """Its exact bytes, a control token's name included."""
-        ...
-
-    @property
-    def logprob(self) -> TokenLogprob | None: ...
-
-    @property
-    def text_offset(self) -> int: ...
+    token: int
+    data: bytes  # its exact bytes, a control token's name included
+    logprob: TokenLogprob | None
+    text_offset: int
 
 
-class TextDelta(Protocol):
-    """What a push or finish let out: text to send now, the tokens whose text is now out, the stop if one matched."""
+class TextDelta(msgspec.Struct, frozen=True):
+    """What a push or finish let out. ``text`` is whole characters that can no longer become part of a stop string (with
+    a stop: up to before it, or after it, if stops are included); ``entries`` the tokens whose text is now out; ``stop``
+    the stop string that ended the text: nothing may be pushed after it."""
 
-    @property
-    def text(self) -> str:
-        """Whole characters that can no longer become part of a stop string. With a stop: up to before it (or after
-        it, if stops are included)."""
-        ...
-
-    @property
-    def entries(self) -> Sequence[TokenEntry]: ...
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that ended the text; nothing may be pushed after it."""
-        ...
+    text: str
+    entries: list[TokenEntry] = []
+    stop: str | None = None
 
 
 class OutputStream(Protocol):
@@ -112,7 +96,7 @@ class OutputStream(Protocol):
 
 
 class TextService(Protocol):
-    """All that the doors need to know about text. Implementations: app.py wires data's; tests have a byte-level one."""
+    """What the doors need to know about text. Implementations: data.service.ModelText; tests have a byte-level one."""
 
     @property
     def vocab_size(self) -> int: ...

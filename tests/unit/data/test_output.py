@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ai_engine.data.detokenize import Utf8Stream
-from ai_engine.data.output import OutputPath, TokenEntry
+from ai_engine.data.output import OutputPath
 from ai_engine.data.stops import StopMatcher
 from ai_engine.ports.serving import TokenLogprob
-from ai_engine.ports.text import Encoded
+from ai_engine.ports.text import Encoded, TokenEntry
 
 
 class Pieces:
