@@ -197,10 +197,6 @@ class PagePool:
         self._slots[seq.slot] = None
         self._free_slots.append(seq.slot)
 
-    def reset(self, handle: int) -> None:
-        """Give all pages back and start again at token 0; the handle stays good."""
-        self._let_go(self._get(handle))
-
     def drop_cache(self) -> int:
         """Free every cached page; returns how many."""
         count = 0

@@ -112,13 +112,6 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         self.world.release(self.pick(data))
 
-    @precondition(lambda self: self.world.tokens)
-    @rule(data=st.data())
-    def reset(self, data: st.DataObject) -> None:
-        handle = self.pick(data)
-        self.world.pool.reset(handle)
-        self.world.tokens[handle] = []
-
     @rule()
     def drop_cache(self) -> None:
         self.world.pool.drop_cache()
@@ -170,11 +163,8 @@ def random_walk(seed: int, num_ops: int, policy: str, *, share: bool = True, che
         elif kind < 0.85:
             if len(handles) < 12:
                 world.fork(handle, draw.randint(0, len(world.tokens[handle])))
-        elif kind < 0.97:
-            world.release(handle)
         else:
-            world.pool.reset(handle)
-            world.tokens[handle] = []
+            world.release(handle)
         if step % check_every == 0:
             world.check()
     world.check()
@@ -294,7 +284,7 @@ def test_stale_handles() -> None:
     world = World()
     handle = fill(world, [1, 2, 3])
     world.pool.release(handle)
-    for call in (world.pool.release, world.pool.reset, world.pool.num_tokens, lambda h: world.pool.extend(h, 1)):
+    for call in (world.pool.release, world.pool.slot, world.pool.num_tokens, lambda h: world.pool.extend(h, 1)):
         with pytest.raises(StaleHandle):
             call(handle)
     again = world.open([1, 2, 3])
