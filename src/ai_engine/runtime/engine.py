@@ -69,7 +69,7 @@ class Engine:
             kv=plan.kv_bytes,
             activations=plan.lowered.activation_bytes,
             workspace=self.program.workspace_bytes + plan.rope_bytes,
-            kv_bytes_per_token=plan.page_bytes // plan.kv_shape.page_tokens,
+            kv_bytes_per_token=plan.kv_bytes_per_token,
         )
 
     def budget(self) -> KvBudget:

@@ -74,9 +74,9 @@ def inspect_model(file: ModelFile, kernels: Kernels, options: EngineOptions, fre
         parameters=sum(math.prod(info.shape) for info in tensors.values()),
         file_bytes=file.nbytes,
         bytes_by_type={t.value: sum(i.nbytes for i in tensors.values() if i.dtype is t) for t in types},
-        kv_bytes_per_token=plan.page_bytes // plan.kv_shape.page_tokens,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
         max_context=plan.limits.max_context,
-        kv_tokens=plan.num_pages * plan.kv_shape.page_tokens,
+        kv_tokens=plan.kv_tokens,
         memory={
             "weights": plan.weight_bytes,
             "kv": plan.kv_bytes,

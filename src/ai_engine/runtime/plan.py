@@ -23,12 +23,15 @@ from ai_engine.runtime.passes import DEFAULT_PASSES, Pass, compile_graph
 from ai_engine.runtime.weights import arena_offsets
 
 DEFAULT_CONTEXT: Final = 8192
+"""Or the model's own limit, if that is less."""
 DEFAULT_REQUESTS: Final = 8
 """KV memory is sized for this many requests of full context."""
 LOGIT_ROWS_PER_SEQ: Final = 2
 AUTO_ROWS: Final = (512, 256, 128)
 SMALL_ACTIVATIONS: Final = 16 << 20
+"""Bytes; see `step_rows`."""
 MIN_CONTEXT: Final = 128
+"""A context that nobody asked for shrinks to this at the least."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,14 +67,21 @@ class EnginePlan:
         return self.num_pages * self.page_bytes
 
     @property
+    def kv_tokens(self) -> int:
+        return self.num_pages * self.kv_shape.page_tokens
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.page_bytes // self.kv_shape.page_tokens
+
+    @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.lowered.activation_bytes + self.rope_bytes + self.kv_bytes
 
     def sum_text(self) -> str:
         """One line: where the memory goes."""
-        kv_tokens = self.num_pages * self.kv_shape.page_tokens
         return (
-            f"weights {mib(self.weight_bytes)} + KV {mib(self.kv_bytes)} ({kv_tokens} tokens) "
+            f"weights {mib(self.weight_bytes)} + KV {mib(self.kv_bytes)} ({self.kv_tokens} tokens) "
             f"+ activations {mib(self.lowered.activation_bytes)} + rope tables "
             f"{mib(self.rope_bytes)} = {mib(self.total_bytes)} of {mib(self.free_bytes)} free; "
             f"a request may hold {self.limits.max_context} tokens"
@@ -114,9 +124,7 @@ def make_plan(
     )
     tables = 1 if config.rope_base_local is None else 2
     rope_bytes = 4 * config.rope_dim * max_context * tables
-    plan = EnginePlan(
-        graph, lowered, limits, shape, num_pages, page_bytes, weight_bytes, rope_bytes, free_bytes
-    )  # fmt: skip
+    plan = EnginePlan(graph, lowered, limits, shape, num_pages, page_bytes, weight_bytes, rope_bytes, free_bytes)
     if plan.total_bytes > free_bytes:
         raise ConfigError(
             f"not enough memory: {plan.sum_text()}. Use a smaller --kv-memory, --max-context or --max-step-tokens, or "
