@@ -16,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 import msgspec
 import uvicorn
@@ -34,7 +34,7 @@ from ai_engine.observe.metrics import Metrics
 from ai_engine.ports.errors import ConfigError, EngineError, NotReady, error_from_code
 from ai_engine.ports.progress import Progress
 from ai_engine.ports.runtime import Limits, MemoryReport
-from ai_engine.ports.text import Encoded, OutputStream
+from ai_engine.ports.text import TextService
 from ai_engine.version import __version__
 from ai_engine.wire import ServingClient
 from ai_engine.worker import Job, Report
@@ -58,37 +58,10 @@ class Gate:
 
 
 class NoText:
-    """Stands in for the TextService while the tokeniser is being made."""
+    """Stands in for the TextService while the tokeniser is being made: whoever asks for anything is too early."""
 
-    vocab_size = 1
-
-    def _refuse(self) -> NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
         raise NotReady("the server is not ready: the model is loading", retry_after_s=2.0)
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Encoded:
-        self._refuse()
-
-    async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
-        self._refuse()
-
-    def token_bytes(self, token: int) -> bytes:
-        self._refuse()
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        self._refuse()
-
-    def open_output(
-        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
-    ) -> OutputStream:
-        self._refuse()
 
 
 class Server(uvicorn.Server):
@@ -162,9 +135,9 @@ class Gateway:
             created=self.created,
             aliases=config.alias,
         )
-        self.gate = Gate(self._api(NoText(), loading))
+        self.gate = Gate(self._api(cast(TextService, NoText()), loading))
 
-    def _api(self, text: Any, model: ServedModel) -> Api:
+    def _api(self, text: TextService, model: ServedModel) -> Api:
         config = ApiConfig(
             api_key=self.config.api_key or None,
             max_body_bytes=self.config.max_body_bytes,
