@@ -124,7 +124,6 @@ def build_service(runtime: Runtime, serve: ServeConfig, telemetry: Telemetry, eo
         max_queue_requests=serve.max_queue_requests,
         max_queue_tokens=serve.max_queue_tokens,
         step_target_s=serve.step_target_ms / 1000.0,
-        drain_deadline_s=serve.drain_s,
     )
     return Service(runtime, telemetry=telemetry, config=config, eos_ids=eos_ids)
 

@@ -193,9 +193,8 @@ class LLM:
                 f"unknown sampling option {unknown[0]!r}; use {', '.join(sorted(known))}", param=unknown[0]
             )
         values: dict[str, Any] = {"seed": secrets.randbits(63), **self._stack.defaults, **sampling}
-        if chat or "max_tokens" not in sampling:
-            room = self._stack.limits.max_context - prompt_tokens
-            values.setdefault("max_tokens", max(1, room if chat else min(16, room)))
+        room = self._stack.limits.max_context - prompt_tokens
+        values.setdefault("max_tokens", max(1, room if chat else min(SamplingParams().max_tokens, room)))
         params = SamplingParams(**values)
         _check_ranges(params)
         return params

@@ -564,9 +564,9 @@ async def serve_serving(
     accepted: asyncio.Future[_ServingSession] = loop.create_future()
 
     def accept() -> asyncio.Protocol:
-        session = _ServingSession(serving, telemetry or TelemetryClient())
         if accepted.done():
             return _Refuse()
+        session = _ServingSession(serving, telemetry or TelemetryClient())
         accepted.set_result(session)
         return session.link
 

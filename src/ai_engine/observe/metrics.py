@@ -33,7 +33,6 @@ from ai_engine.ports.telemetry import (
     TokenTimes,
 )
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_SERIES = 100
 OUTCOMES = ("stop", "length", "cancelled", "failed")
 SECONDS = tuple(base * 10.0**power for power in range(-4, 3) for base in (1.0, 2.0, 5.0))

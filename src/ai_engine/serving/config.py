@@ -22,5 +22,4 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     # health and life cycle
     stall_s: float = 30.0  # a step longer than this makes the server not ready
     max_failed_steps: int = 3  # this many in a row make it not ready, until a step succeeds
-    drain_deadline_s: float = 30.0
     drain_grace_s: float = 2.0  # for the step loop to end what the deadline cut

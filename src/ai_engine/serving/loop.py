@@ -16,7 +16,7 @@ import msgspec
 
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import AiEngineError, DeadlineExceeded, EngineError
-from ai_engine.ports.runtime import KvBudget, Runtime, SeqOutput, StepPlan, StepResult
+from ai_engine.ports.runtime import Runtime, SeqOutput, StepPlan, StepResult
 from ai_engine.ports.serving import Chunk, Terminal, TokenLogprob, Usage
 from ai_engine.ports.telemetry import RequestScheduled, StepDone, Telemetry, TokenTimes
 from ai_engine.serving import scheduler
@@ -103,10 +103,6 @@ class StepLoop:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-    @property
-    def num_running(self) -> int:
-        return len(self.state.running)
 
     # the loop
 
@@ -404,7 +400,7 @@ class StepLoop:
 
     def _emit_step(self, plan: StepPlan, load: Load, result: StepResult, plan_s: float) -> None:
         decode = sum(1 for work in plan.work if self._open[work.seq_id].uncomputed == 1)
-        budget: KvBudget = result.budget
+        budget = result.budget
         self._telemetry.emit(
             StepDone(
                 step=plan.step,
