@@ -36,7 +36,7 @@ METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass
 class Door:
-    """What the routes need: ports, the model, and ``draining``, which app.py sets before it drains serving."""
+    """What the routes need: ports, the model, and ``draining``, which the gateway sets before it drains serving."""
 
     serving: Serving
     text: TextService

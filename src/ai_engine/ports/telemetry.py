@@ -72,7 +72,7 @@ class MemorySet(msgspec.Struct, frozen=True, tag="memory", array_like=True):
 
 
 class PhaseDone(msgspec.Struct, frozen=True, tag="phase", array_like=True):
-    """A start-up phase: fetch, open, pack, compile, tokenizer, warm_up."""
+    """A start-up phase of the runtime: build kernels, load kernels, load weights, warm up."""
 
     phase: str
     seconds: float
@@ -89,6 +89,7 @@ Event = StepDone | RequestQueued | RequestScheduled | RequestRefused | TokenTime
 
 
 class Telemetry(Protocol):
-    """Implementations: observe.metrics.Metrics, wire.TelemetryClient, testing.MemoryTelemetry."""
+    """Implementations: observe.metrics.Metrics, wire.TelemetryClient, app.NoTelemetry,
+    testing.MemoryTelemetry."""
 
     def emit(self, event: Event) -> None: ...
