@@ -42,7 +42,7 @@ def size_bytes(text: str) -> int:
     unit = number[-1:] if number[-1:] in "KMGT" else ""
     try:
         return int(float(number.removesuffix(unit)) * units[unit])
-    except ValueError:
+    except (ValueError, OverflowError):  # OverflowError: infinity
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or 512M, 2G") from None
 
 

@@ -5,12 +5,16 @@ A field's text is its help. Sizes are bytes, times are seconds unless the name s
 
 from __future__ import annotations
 
+import platform
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from ai_engine.ports.errors import ConfigError
+
+MAX_THREADS = 1024
+MAX_S = 1_000_000_000  # 30 years: longer times, and infinity, do not survive the way to the worker
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +80,7 @@ def fields_of(struct: type[msgspec.Struct]) -> list[tuple[str, Any, Any, str, di
 
 def check_engine(config: EngineConfig) -> EngineConfig:
     """Raises ConfigError naming the flag, what was found and what is possible."""
-    _at_least("threads", config.threads, 0)
+    _between("threads", config.threads, 0, MAX_THREADS)
     _at_least("max_context", config.max_context, 0)
     _at_least("max_seqs", config.max_seqs, 1)
     if config.max_step_tokens:
@@ -85,6 +89,9 @@ def check_engine(config: EngineConfig) -> EngineConfig:
     if config.page_tokens not in (32, 64):
         raise ConfigError(f"--page-tokens is {config.page_tokens}; use 32 or 64", param="page_tokens")
     _check_literals(config)
+    arm = platform.machine() in ("aarch64", "arm64")
+    if config.cpu != "auto" and (config.cpu == "neon") != arm:
+        raise ConfigError(f"--cpu is {config.cpu}, but this machine is {platform.machine()}; use auto", param="cpu")
     return config
 
 
@@ -94,10 +101,10 @@ def check_serve(config: ServeConfig) -> ServeConfig:
         raise ConfigError(f"--port is {config.port}; use 0 to 65535", param="port")
     _at_least("max_queue_requests", config.max_queue_requests, 1)
     _at_least("max_queue_tokens", config.max_queue_tokens, 1)
-    _at_least("drain_s", config.drain_s, 0)
-    _at_least("request_timeout_s", config.request_timeout_s, 0)
+    _between("drain_s", config.drain_s, 0, MAX_S)
+    _between("request_timeout_s", config.request_timeout_s, 0, MAX_S)
     _at_least("max_body_bytes", config.max_body_bytes, 1024)
-    if config.step_target_ms <= 0:
+    if not 0 < config.step_target_ms <= MAX_S * 1000:
         raise ConfigError(f"--step-target-ms is {config.step_target_ms}; use a positive time", param="step_target_ms")
     if not is_loopback(config.host) and not config.api_key:
         raise ConfigError(
@@ -123,6 +130,12 @@ def is_loopback(host: str) -> bool:
 def _at_least(name: str, value: float, low: float) -> None:
     if not value >= low:
         raise ConfigError(f"--{name.replace('_', '-')} is {value}; use at least {low:g}", param=name)
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    _at_least(name, value, low)
+    if value > high:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}; use at most {high:,}", param=name)
 
 
 def _check_literals(config: msgspec.Struct) -> None:

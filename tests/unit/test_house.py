@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import platform
 import re
 import tomllib
 from pathlib import Path
@@ -65,6 +67,12 @@ def test_the_error_tree_page_lists_every_class() -> None:
         (ServeConfig(host="::"), "--host"),
         (ServeConfig(port=70000), "--port"),
         (ServeConfig(step_target_ms=0), "--step-target-ms"),
+        (ServeConfig(step_target_ms=math.nan), "--step-target-ms"),
+        (ServeConfig(step_target_ms=math.inf), "--step-target-ms"),
+        (ServeConfig(drain_s=math.inf), "--drain-s"),
+        (ServeConfig(request_timeout_s=math.inf), "--request-timeout-s"),
+        (EngineConfig(threads=10**20), "--threads"),
+        (EngineConfig(cpu="avx2" if platform.machine() in ("aarch64", "arm64") else "neon"), "--cpu"),
     ],
 )
 def test_bad_configuration_names_the_flag(config: EngineConfig | ServeConfig, flag: str) -> None:
@@ -73,6 +81,14 @@ def test_bad_configuration_names_the_flag(config: EngineConfig | ServeConfig, fl
 
     with pytest.raises(ConfigError, match=flag):
         check()
+
+
+@pytest.mark.parametrize("text", ["inf", "1e400", "nan", "M", "", "-", "5X"])
+def test_what_is_no_size_is_wrong_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(["generate", "m", f"--kv-memory={text}"])
+    assert caught.value.code == 2
+    assert "is not a size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.3.2.1"])

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ai_engine.ports.errors import ConfigError
+
 SPIN_US = 50.0
 
 # The control block, in 64-bit words: 0 generation (i32), 16 sleepers (i32), 32 stop, function, syscall, spin cycles,
@@ -199,18 +201,25 @@ class NativeTeam:
         self._plain[2] = int(spin_us * _cycles_per_us())
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(run)
         native_helper = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(helper)
-        self._threads = [
+        threads = [
             threading.Thread(
                 target=native_helper, args=(self._address, thread), name=f"ai-engine-team-{thread}", daemon=True
             )
             for thread in range(1, size)
         ]
-        for thread in self._threads:
-            thread.start()
+        started: list[threading.Thread] = []
         # also at interpreter exit: helpers leave native code before their memory goes
-        self._stop = weakref.finalize(
-            self, _stop, self._run, self._address, self._plain, self._threads, (self._engine, raw)
-        )
+        self._stop = weakref.finalize(self, _stop, self._run, self._address, self._plain, started, (self._engine, raw))
+        try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+        except RuntimeError:
+            self.close()
+            raise ConfigError(
+                f"the system lets {len(started) + 1} threads run, {size} were asked for; lower --threads",
+                param="threads",
+            ) from None
 
     @property
     def size(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ai_engine.hardware.team import NativeTeam
+from ai_engine.ports.errors import ConfigError
 
 _LIBC = ctypes.CDLL(None)
 
@@ -32,6 +33,20 @@ def test_runs_on_every_thread(size: int) -> None:
     team.close()
     with pytest.raises(AssertionError):
         team.run(1, [0] * size)
+
+
+def test_a_team_that_the_system_refuses_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start = threading.active_count(), threading.Thread.start
+
+    def refuse_the_fifth(thread: threading.Thread) -> None:
+        if thread.name == "ai-engine-team-5":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_fifth)
+    with pytest.raises(ConfigError, match="lets 5 threads run, 8 were asked for; lower --threads"):
+        NativeTeam(8)
+    assert threading.active_count() == before
 
 
 def _add_one(address: int) -> None:
