@@ -69,7 +69,7 @@ def load_weights(
     arena: U8,
     progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, tuple[WeightSpec, U8]]:
-    """Fill the arena; returns what `Resources.weights` wants. ``progress`` gets the fraction done."""
+    """Fill the arena; returns what `Resources.weights` wants. ``progress`` gets the fraction done, 1 once."""
     offsets, total = arena_offsets(weights, kernels.packed_bytes)
     assert arena.nbytes >= total, (arena.nbytes, total)
     loaded: dict[str, tuple[WeightSpec, U8]] = {}
@@ -105,6 +105,7 @@ def _load_matrix(weight: Weight, file: ModelFile, kernels: Kernels, out: U8, pro
     row_nbytes = sum(file.tensors[part.tensor].nbytes for part in weight.parts) // weight.rows
     step = block * max(1, CHUNK_BYTES // (row_nbytes * block))
     for first in range(0, weight.rows, step):
+        progress(out.nbytes * first // weight.rows)
         last = min(first + step, weight.rows)
         raw = np.empty((last - first, row_nbytes), np.uint8)
         for index, part in enumerate(weight.parts):
@@ -116,4 +117,3 @@ def _load_matrix(weight: Weight, file: ModelFile, kernels: Kernels, out: U8, pro
             raw[at] = file.read(part.tensor, low, high)[source - low]
             file.drop(part.tensor)
         kernels.pack_rows(weight.spec, first, raw, out)
-        progress(out.nbytes * last // weight.rows)
