@@ -166,6 +166,8 @@ class LLM:
         ids = (await self._stack.text.encode_prompt(prompt)).ids if isinstance(prompt, str) else list(prompt)
         params = self._params(sampling, len(ids), chat)
         stops = [stop] if isinstance(stop, str) else list(stop)
+        if not all(stops):
+            raise InvalidValue("stop holds an empty string, which is everywhere; leave it out", param="stop")
         output = self._stack.text.open_output(stops=stops)
         request = GenerateRequest(
             request_id=f"llm-{next(self._ids)}", trace_id=secrets.token_hex(16), prompt=ids, params=params

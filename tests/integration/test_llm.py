@@ -138,6 +138,12 @@ def test_errors(llm: LLM) -> None:
         llm.generate([5] * 5000)
     with pytest.raises(InvalidValue, match="301"):
         llm.generate([5, 301], max_tokens=1)
+    with pytest.raises(InvalidValue, match="logit_bias names token id 301"):
+        llm.generate(PROMPT, max_tokens=1, logit_bias={301: 1.0})
+    with pytest.raises(InvalidValue, match="stop_token_ids names token id -1"):
+        llm.generate(PROMPT, max_tokens=1, stop_token_ids=(-1,))
+    with pytest.raises(InvalidValue, match="empty"):
+        llm.generate(PROMPT, max_tokens=1, stop="")
     with pytest.raises(InvalidValue, match="prompt"):
         llm.generate([[]], max_tokens=1)
     with pytest.raises(InvalidValue, match="max_tokens"):

@@ -135,6 +135,12 @@ class Service:
             raise InvalidValue(
                 f"the prompt holds token id {wrong}; this model's ids are 0 to {vocab - 1}", param="prompt"
             )
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in tokens:  # the sampler writes to the logits of these without looking again
+                if not 0 <= token < vocab:
+                    raise InvalidValue(
+                        f"{name} names token id {token}; this model's ids are 0 to {vocab - 1}", param=name
+                    )
         room = min(self._limits.max_context, self._kv_tokens)
         total = len(prompt) + params.max_tokens
         if total > room:
