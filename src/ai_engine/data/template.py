@@ -15,10 +15,12 @@ Role policy, found out by rendering probes when the template is made:
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -29,6 +31,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from ai_engine.ports.clock import Clock, SystemClock
 from ai_engine.ports.errors import InvalidRequest, ModelFileError, UnsupportedParameter
@@ -38,6 +41,16 @@ MAX_SOURCE_CHARS: Final = 1 << 20
 MAX_OUTPUT_CHARS: Final = 1 << 25
 MAX_ITERATIONS: Final = 5_000_000
 MAX_SECONDS: Final = 10.0
+MAX_BUILT: Final = 1 << 28
+"""Characters and items of all that one rendering builds on its way."""
+MAX_BITS: Final = 1 << 12
+_TAKES_ITEMS: Final = frozenset(
+    {"batch", "dictsort", "groupby", "items", "join", "list", "map", "reject", "rejectattr", "reverse", "select"}
+    | {"selectattr", "slice", "sort", "sum", "unique"}
+)
+_ONLY_LOOKS: Final = frozenset({"attr", "count", "d", "default", "first", "last", "length", "max", "min"})
+_SPEC: Final = re.compile(r":[^}]*")
+_WIDTH: Final = re.compile(r"\d{5}")
 
 CHATML: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -79,8 +92,17 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Joins(NodeTransformer):
+    """`a ~ b` as a filter, since the sandbox sees filters and not `~`."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        first, *rest = node.nodes
+        return self.generic_visit(nodes.Filter(first, "concatenated", rest, [], None, None, lineno=node.lineno))
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a budget: loop iterations, time, and the size of what one operation may build.
+    """Jinja's sandbox with a budget: steps (loop iterations, operations, calls, filters), time, the size of what one
+    operation may build, and of all that is built together.
 
     One render at a time (the budget belongs to the environment); JinjaTemplate holds a lock.
     """
@@ -92,7 +114,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         for name in ("center", "format", "random", "wordwrap", "urlize", "xmlattr", "pprint", "filesizeformat"):
             del self.filters[name]
         self.filters["tojson"] = _tojson
+        self.filters["concatenated"] = lambda *values: "".join(map(str, values))
+        self.filters = {name: self._limited(name, function) for name, function in self.filters.items()}
         self.filters["counted"] = self._counted
+        self.finalize = self._weighed
         self.globals.pop("lipsum", None)
         self.globals["raise_exception"] = _refuse
         self.start()
@@ -100,13 +125,80 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def start(self) -> None:
         self._deadline = time.monotonic() + MAX_SECONDS
         self._left = MAX_ITERATIONS
+        self._room = MAX_BUILT
 
     def tick(self) -> None:
         self._left -= 1
         if self._left < 0:
             raise SecurityError(f"more than {MAX_ITERATIONS} steps")
-        if not self._left & 1023 and time.monotonic() > self._deadline:
+        if time.monotonic() > self._deadline:
             raise SecurityError(f"more than {MAX_SECONDS:g} seconds")
+
+    def _spend(self, size: int) -> None:
+        """Before something of ``size`` characters or items is built."""
+        self._room -= size
+        if size > MAX_OUTPUT_CHARS or self._room < 0:
+            raise SecurityError(f"values of more than {MAX_OUTPUT_CHARS} items, or {MAX_BUILT} in all")
+
+    def _weighed(self, value: Any) -> Any:
+        """``value``, whose text is about to be made, unless that could be too long."""
+        if not isinstance(value, str):
+            self._spend(self._weight(value))
+        return value
+
+    def _weight(self, value: Any) -> int:
+        """Characters and items of a value and of all that it holds, as often as it holds it."""
+        self.tick()
+        if isinstance(value, Mapping):
+            return sum(self._weight(key) + self._weight(item) for key, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return sum(map(self._weight, value)) + len(value)
+        return _length(value) or 1
+
+    def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter, checked like a call, with the size of what it may build worked out first."""
+        first = int(hasattr(function, "jinja_pass_arg"))  # it gets the context, say, before the value
+
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            self._check_arguments(args, kwargs)
+            value, given = args[first], [*args[first + 1 :], *kwargs.values()]
+            if name in _TAKES_ITEMS and isinstance(value, Iterable) and not isinstance(value, (Sequence, Mapping)):
+                value = list(self._counted(value))
+                args = (*args[:first], value, *args[first + 1 :])
+            self._spend(self._size_of(name, value, given))
+            return function(*args, **kwargs)
+
+        return limited
+
+    def _size_of(self, name: str, value: Any, given: Sequence[Any]) -> int:
+        """An upper bound of what a filter, or a method of a text, builds."""
+        if name in _ONLY_LOOKS:
+            return 0
+        if name in _TAKES_ITEMS - {"join", "sum"}:
+            return _length(value)
+        size = self._weight(value)
+        if name in ("concatenated", "sum", "translate"):
+            more = sum(map(self._weight, given))
+            return size + more if name == "concatenated" else size * (1 + more + _length(value) * (name == "sum"))
+        longest = max((abs(item) if isinstance(item, int) else _length(item) for item in given), default=0)
+        if name == "join":
+            return size + _length(value) * longest
+        mark = {"replace": str(given[0]) if given else "", "indent": "\n", "expandtabs": "\t"}.get(name)
+        if mark is not None:
+            return size + (value.count(mark) + 1 if isinstance(value, str) else size) * longest
+        return size * (1 + longest) if name == "tojson" else size + longest
+
+    def _check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.tick()
+        if any(isinstance(arg, int) and abs(arg) > 1_000_000 for arg in (*args, *kwargs.values())):
+            raise SecurityError("a number above 1,000,000 as an argument")
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """The text of a macro or a block, from its parts."""
+        found = list(parts)
+        self._spend(sum(map(len, found)))
+        return "".join(found)
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -114,15 +206,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             yield item
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
+        tree: nodes.Template = _Joins().visit(super()._parse(source, name, filename))
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
         return tree
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self.tick()
-        if any(isinstance(arg, int) and abs(arg) > 1_000_000 for arg in args):
-            raise SecurityError("a number above 1,000,000 as an argument")
+        __self._check_arguments(args, kwargs)
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str):
+            if name in ("format", "format_map") and (_WIDTH.search(text) or "{" in "".join(_SPEC.findall(text))):
+                raise SecurityError("a width of many digits, or one that is computed, in a format")
+            if name == "join" and args and not _length(args[0]):
+                args = (list(__self._counted(args[0])),)
+            __self._spend(__self._size_of(name, *((args[0], [text]) if name == "join" and args else (text, args))))
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -130,18 +228,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         size = _length(left) + _length(right)
         if operator == "*" and size:
             count = left if isinstance(left, int) else right
-            size *= count if isinstance(count, int) else 1
+            size = (self._weight(left) + self._weight(right)) * (count if isinstance(count, int) else 1)
+        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
+            raise SecurityError("arithmetic of large numbers")
         if operator == "**" and (abs(left) > 1 << 16 or abs(right) > 64):
             raise SecurityError("a power of large numbers")
         if operator == "%" and isinstance(left, str):
             raise SecurityError("'%' formatting")
-        if size > MAX_OUTPUT_CHARS:
-            raise SecurityError(f"a value of more than {MAX_OUTPUT_CHARS} items")
+        self._spend(size)
         return super().call_binop(context, operator, left, right)
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple)) else 0
+    return len(value) if isinstance(value, (str, list, tuple, range)) else 0
 
 
 def _refuse(message: str = "") -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from typing import Any
 
@@ -273,6 +274,28 @@ def test_defaults_when_the_file_has_no_template() -> None:
         "{{ messages.append(1) }}",
         "{{ range(999999999) }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x=999999) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set n = namespace(x=[]) %}{% for i in range(999) %}{% set n.x = n.x + ['a' * (9999999 - i)] %}{% endfor %}",
+        "{% set x = [1] * 9999 %}{{ [[x] * 9999] * 9999 }}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x|string }}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x|tojson }}",
+        "{% set s = 'a' * 99999 %}{{ s | replace('a', s) }}",
+        "{% set s = 'a' * 99999 %}{{ s.replace('a', s) }}",
+        "{% set s = 'a' * 99999 %}{{ range(9999) | map('string') | join(s) }}",
+        "{% set s = 'a' * 99999 %}{{ range(9999) | join(s) }}",
+        "{% set s = 'a' * 99999 %}{{ s.join(s) }}",
+        "{{ ('a\n' * 99999) | indent(999999) }}",
+        "{{ ('\t' * 99999).expandtabs(999999) }}",
+        "{{ ('a' * 99999).translate({97: 'b' * 99999}) }}",
+        "{{ '{:>999999999}'.format('a') }}",
+        "{{ '{:>{w}}'.format('a', w='999999999') }}",
+        "{{ [1] | tojson(indent=999999999) }}",
+        "{{ [1] | slice(999999999) | list }}",
+        "{{ ([[1] * 99999] * 99) | sum(start=[]) }}",
+        "{% set x %}{% for i in range(999) %}{{ 'a' * 9999999 }}{% endfor %}{% endset %}",
+        "{% macro m() %}{% for i in range(999) %}{{ 'a' * 9999999 }}{% endfor %}{% endmacro %}{{ m() | length }}",
     ],
 )
 def test_hostile_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +303,29 @@ def test_hostile_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPa
     made = JinjaTemplate(source)
     with pytest.raises((ModelFileError, InvalidRequest)):
         made.render([user("x")])
+
+
+def test_a_template_that_only_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "MAX_SECONDS", 0.2)
+    work = "{% set y = x | sort | sort | reverse | list | sort | map('string') | list | sort %}"
+    made = JinjaTemplate("{% set x = range(9999) | list %}{% for i in range(9999) %}" + work + "{% endfor %}")
+    start = time.monotonic()
+    with pytest.raises(ModelFileError, match="stopped by its sandbox"):
+        made.render([user("x")])
+    assert time.monotonic() - start < 5
+
+
+def test_filters_of_honest_templates_work_as_ever() -> None:
+    source = (
+        "{{ 1 ~ '-' ~ none ~ [1, 'a'] }}|{{ messages | map(attribute='content') | join(', ') }}|"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}|{{ 'a\nb' | indent(2) }}|"
+        "{{ missing | default('d') }}{{ missing }}|{{ [3, 1] | sort | first }}|{{ 'x'.replace('x', 'yy') }}|"
+        "{{ ['p', 'q'] | join }}|{{ ','.join(messages | map(attribute='role')) }}|{{ [1, 2] | sum }}|{{ 2.5 * 2 }}|"
+        "{{ {'a': [1]} | tojson }}|{{ {'a': 1} | items | list }}|{{ '{:02d}'.format(7) }}|{{ 'ab' | reverse }}|"
+        "{% set b %}{{ 1 }}{{ 'c' | upper }}{% endset %}{{ b }}"
+    )
+    expected = "1-None[1, 'a']|one, two|2|a\n  b|d|1|yy|pq|user,user|3|5.0|{\"a\": [1]}|[('a', 1)]|07|ba|1C"
+    assert JinjaTemplate(source).render([user("one"), user("two")]) == expected
 
 
 def test_what_is_no_template() -> None:
