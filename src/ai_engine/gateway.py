@@ -31,7 +31,7 @@ from ai_engine.api.openai_types import ServedModel
 from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.data.service import ModelText
 from ai_engine.observe.metrics import Metrics
-from ai_engine.ports.errors import ConfigError, EngineError, NotReady, error_from_code
+from ai_engine.ports.errors import AiEngineError, ConfigError, EngineError, NotReady, error_from_code
 from ai_engine.ports.progress import Progress
 from ai_engine.ports.runtime import Limits, MemoryReport
 from ai_engine.ports.text import TextService
@@ -41,6 +41,7 @@ from ai_engine.worker import Job, Report
 
 RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before a dead worker is started again, the last one repeating."""
+HEALTHY_LIFE_S = 60.0
 UNKNOWN_LIMIT = 1 << 31
 
 
@@ -251,32 +252,37 @@ class Gateway:
             eos_ids, defaults = frozenset(data.eos_ids), data.defaults
             making = asyncio.create_task(asyncio.to_thread(app.build_text, data))  # while the worker loads
             del data, file
-            deaths = 0
+            lives = deaths = 0  # deaths in a row; a life that was ready and lasted forgives them
             while True:
                 job = Job(
                     path=str(self.path),
-                    socket=str(Path(folder) / f"worker-{deaths}.sock"),
+                    socket=str(Path(folder) / f"worker-{lives}.sock"),
                     engine=self.engine,
                     serve=self.config,
                     eos_ids=eos_ids,
                 )
-                worker = WorkerProcess(job)
+                worker, started_s = WorkerProcess(job), time.monotonic()
                 try:
                     text = await making
-                    if deaths == 0:
+                    if lives == 0:
                         app.give_back()
                     report = await worker.report()
                     client = await ServingClient.connect(job.socket, telemetry=self.metrics)
                     try:
-                        await self._one_life(client, report, listener, text, defaults, first=deaths == 0)
+                        await self._one_life(client, report, listener, text, defaults, first=lives == 0)
                     finally:
                         self.relay.target = None
                         await client.close()
+                except AiEngineError as error:
+                    if lives == 0:  # it never worked: whoever started the server must hear why
+                        raise
+                    say(f"the worker could not start: {error.message}")
                 finally:
                     self.relay.target, self.relay.reason = None, "the worker has ended and is being started again"
                     await worker.stop(self.at_once)
-                pause_s = RESTART_S[min(deaths, len(RESTART_S) - 1)]
-                deaths += 1
+                lives += 1
+                deaths = 1 if time.monotonic() - started_s > HEALTHY_LIFE_S else deaths + 1
+                pause_s = RESTART_S[min(deaths, len(RESTART_S)) - 1]
                 say(f"the worker ended with status {worker.process.returncode}; starting another in {pause_s:g} s")
                 await asyncio.sleep(pause_s)
 

@@ -194,7 +194,9 @@ class LLM:
             raise InvalidValue(
                 f"unknown sampling option {unknown[0]!r}; use {', '.join(sorted(known))}", param=unknown[0]
             )
-        values: dict[str, Any] = {"seed": secrets.randbits(63), **self._stack.defaults, **sampling}
+        values: dict[str, Any] = {**self._stack.defaults, **sampling}
+        if values.get("seed") is None:
+            values["seed"] = secrets.randbits(63)
         room = self._stack.limits.max_context - prompt_tokens
         values.setdefault("max_tokens", max(1, room if chat else min(SamplingParams().max_tokens, room)))
         params = SamplingParams(**values)
