@@ -1,7 +1,8 @@
 """ModelText: one model's tokeniser and template as the TextService that the doors use.
 
-Owns the thread that encodes, so that a long text never holds up the event loop. Does not own encoding itself
-(tokenizer.py, chat.py) nor what a choice's tokens become (output.py).
+Owns the threads that encode, so that a long text holds up neither the event loop nor the short texts of others: eight
+megabytes take seconds. Does not own encoding itself (tokenizer.py, chat.py) nor what a choice's tokens become
+(output.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ai_engine.data.chat import encode_chat
 from ai_engine.data.output import OutputPath
@@ -19,6 +20,9 @@ from ai_engine.data.tokenizer import ModelTokenizer
 from ai_engine.ports.model import TokenizerData
 from ai_engine.ports.text import Encoded
 
+LONG_CHARS: Final = 1 << 16
+"""Texts from here on, which take 50 ms or more, have a thread of their own."""
+
 
 class ModelText:
     """Implements ports.text.TextService. ``cache_dir`` keeps what is slow to derive from the vocabulary."""
@@ -26,7 +30,8 @@ class ModelText:
     def __init__(self, data: TokenizerData, *, cache_dir: Path | None = None) -> None:
         self.tokenizer = ModelTokenizer(data, cache_dir)
         self.template = JinjaTemplate.from_tokenizer(data)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
 
     @property
     def vocab_size(self) -> int:
@@ -46,7 +51,7 @@ class ModelText:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Encoded:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread,
+            self._thread(_num_chars(messages, LONG_CHARS)),
             lambda: encode_chat(
                 self.template,
                 self.tokenizer,
@@ -60,7 +65,7 @@ class ModelText:
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: self.tokenizer.encode(text, add_special=add_special)
+            self._thread(len(text)), lambda: self.tokenizer.encode(text, add_special=add_special)
         )
 
     def token_bytes(self, token: int) -> bytes:
@@ -75,4 +80,21 @@ class ModelText:
         return OutputPath(self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._short, self._long):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _thread(self, num_chars: int) -> ThreadPoolExecutor:
+        return self._short if num_chars < LONG_CHARS else self._long
+
+
+def _num_chars(value: Any, enough: int) -> int:
+    """Characters of all strings in ``value``; counting ends at ``enough``."""
+    if isinstance(value, str):
+        return len(value)
+    total = 0
+    if isinstance(value, (Mapping, Sequence)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            total += 1 + _num_chars(item, enough - total)
+            if total >= enough:
+                break
+    return total

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
+import pytest
+
 from ai_engine.data.models import open_model
-from ai_engine.data.service import ModelText
+from ai_engine.data.service import LONG_CHARS, ModelText
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
-from ai_engine.ports.text import ChatTemplate, OutputStream, TextService, Tokenizer
+from ai_engine.ports.text import ChatTemplate, Encoded, OutputStream, TextService, Tokenizer
 from tests.golden.tiny_gguf import TINY, write_tiny
 
 
@@ -30,6 +34,30 @@ async def test_there_and_back(tmp_path: Path) -> None:
         delta = stream.push(prompt.ids)
         assert (delta.text, delta.stop, stream.num_tokens) == ("Hel", "lo", len(prompt.ids))
         text.close()
+
+
+async def test_a_long_text_does_not_hold_up_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ModelText(open_model(TINY / "llama-tied").tokenizer())
+    encode, go_on = text.tokenizer.encode, threading.Event()
+
+    def wait_if_long(source: str, *, add_special: bool = True) -> Encoded:
+        if len(source) >= LONG_CHARS:
+            assert go_on.wait(30)
+        return encode(source, add_special=add_special)
+
+    monkeypatch.setattr(text.tokenizer, "encode", wait_if_long)
+    message = {"role": "user", "content": "Hello"}
+    late = asyncio.create_task(text.encode_prompt("a" * LONG_CHARS))
+    later = asyncio.create_task(text.encode_chat([message, {"role": "user", "content": "a" * LONG_CHARS}]))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(text.encode_prompt("Hello"), 10)
+    await asyncio.wait_for(text.encode_chat([message]), 10)
+    assert not late.done()
+    assert not later.done()
+    go_on.set()
+    assert len((await late).ids) > 1000
+    assert len((await later).ids) > 1000
+    text.close()
 
 
 async def test_both_formats_give_the_same_ids(tmp_path: Path) -> None:
