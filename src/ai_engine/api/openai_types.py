@@ -184,7 +184,7 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
         "top_p": Number(0, 1),
         "top_k": Integer(-1, (1 << 31) - 1),
         "min_p": Number(0, 1),
-        "repetition_penalty": Number(0, 100, above=True),
+        "repetition_penalty": Number(0.01, 100),
         "presence_penalty": Number(-2, 2),
         "frequency_penalty": Number(-2, 2),
         "logit_bias": TokenKeys(Number(-100, 100), vocab_size),

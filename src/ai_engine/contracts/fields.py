@@ -10,7 +10,6 @@ A boolean is never a number. A check appends to and pops from ``Checking.path``,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -121,20 +120,15 @@ class Integer:
 class Number:
     low: float
     high: float
-    above: bool = False  # the low end itself is excluded
 
     @property
     def expected(self) -> str:
-        return (
-            f"a number above {self.low:g} up to {self.high:g}"
-            if self.above
-            else f"a number from {self.low:g} to {self.high:g}"
-        )
+        return f"a number from {self.low:g} to {self.high:g}"
 
     def check(self, value: Any, at: Checking) -> float:
         if type(value) is not float and type(value) is not int:
             at.fail(show(value), self.expected)
-        if not self.low <= value <= self.high or (self.above and value == self.low) or not math.isfinite(value):
+        if not self.low <= value <= self.high:
             at.fail(show(value), self.expected)
         return float(value)
 

@@ -113,6 +113,7 @@ async def test_seeds_are_drawn_when_absent_and_differ() -> None:
         ({"logit_bias": {"260": 1}}, "logit_bias.260", "token id from 0 to 259"),
         ({"logit_bias": {"07": 1}}, "logit_bias.07", "token id from 0 to 259"),
         ({"top_k": 1 << 31}, "top_k", "from -1 to 2147483647"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty", "from 0.01 to 100"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "from -100 to 100"),
         ({"stop_token_ids": [260]}, "stop_token_ids[0]", "from 0 to 259"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "from 0 to 20"),
