@@ -22,6 +22,10 @@ install_hint() {
 }
 
 find_python() {
+  if [ -n "${PYTHON:-}" ] && ! command -v "$PYTHON" >/dev/null 2>&1; then
+    echo "setup: PYTHON=$PYTHON is no program; leave it out to have one found" >&2
+    exit 2
+  fi
   for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python; do
     if command -v "$candidate" >/dev/null 2>&1 && "$candidate" - <<'PY' >/dev/null 2>&1
 import sys, venv, ensurepip

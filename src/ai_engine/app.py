@@ -225,9 +225,9 @@ class Relay:
     async def submit(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         return await self._now().submit(request)
 
-    async def cancel(self, request_id: str, index: int | None = None) -> None:
+    async def cancel(self, request_id: str, index: int | None = None, *, stopped: bool = False) -> None:
         if self.target is not None:
-            await self.target.cancel(request_id, index)
+            await self.target.cancel(request_id, index, stopped=stopped)
 
     async def health(self) -> Health:
         if self.target is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
-from ai_engine.ports.errors import AiEngineError
+from ai_engine.ports.errors import AiEngineError, ContextLengthExceeded
 from ai_engine.progress import ProgressBar
 from ai_engine.version import __version__
 
@@ -194,15 +194,28 @@ def run_chat(args: argparse.Namespace) -> int:
             if not line.strip():
                 return 0
             messages.append({"role": "user", "content": line})
-            answer = ""
-            try:
-                for text in llm.stream_chat(messages, stop=args.stop, **sampling_from(args)):
-                    answer += text
-                    print(text, end="", flush=True)
-            except KeyboardInterrupt:
-                print(" [stopped]", end="")
-            print()
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": chat_turn(llm, messages, args)})
+
+
+def chat_turn(llm: LLM, messages: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """Print one answer and return it. Where the conversation has outgrown the context, its oldest turns go."""
+    answer = ""
+    while True:
+        try:
+            for text in llm.stream_chat(messages, stop=args.stop, **sampling_from(args)):
+                answer += text
+                print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except ContextLengthExceeded:
+            first = 1 if messages[0]["role"] == "system" else 0
+            if len(messages) - first < 3:  # the message alone is too long
+                raise
+            del messages[first : first + 2]
+            print("[the oldest turn is forgotten: the context is full]", file=sys.stderr)
+            continue
+        print()
+        return answer
 
 
 def run_models(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ from ai_engine import app
 from ai_engine.api.app import Api
 from ai_engine.api.http import ApiConfig, Receive, Scope, Send
 from ai_engine.api.openai_types import ServedModel
+from ai_engine.api.protocol import BoundedHttp
 from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.data.service import ModelText
 from ai_engine.observe.metrics import Metrics
@@ -42,6 +43,10 @@ from ai_engine.worker import Job, Report
 RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before a dead worker is started again, the last one repeating."""
 HEALTHY_LIFE_S = 60.0
+EXAMPLE_CHAT = [
+    {"role": "system", "content": "Answer in one sentence."},
+    {"role": "user", "content": "What is the capital of France?"},
+]
 UNKNOWN_LIMIT = 1 << 31
 
 
@@ -173,7 +178,8 @@ class Gateway:
         server = Server(
             uvicorn.Config(
                 self.gate,
-                log_level="warning",
+                http=BoundedHttp,
+                log_level="critical",  # malformed HTTP is a client's doing: it is answered, not logged
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -220,7 +226,7 @@ class Gateway:
         now = await self.relay.health()
         if now.running_requests + now.queued_requests and self.config.drain_s > 0:
             what = f"{now.running_requests} running, {now.queued_requests} queued"
-            say(f"draining: {what}; {self.config.drain_s:g} s at most")
+            say(f"draining: {what}; {self.config.drain_s:g} s at most, Ctrl-C again stops now")
         drain = asyncio.ensure_future(self.relay.drain(self.config.drain_s))
         hurry = asyncio.ensure_future(self.at_once.wait())
         await asyncio.wait((drain, hurry), return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +240,7 @@ class Gateway:
         local = await app.open_local_path(self.path, self.engine, self.config, self.progress, self.metrics)
         self.relay.target = local.serving
         self.open_door(local.text, local.limits, local.defaults)
-        self._announce(listener, local.limits, local.runtime.memory)
+        self._announce(listener, local.limits, local.runtime.memory, chats=answers_chats(local.text))
         try:
             await asyncio.Event().wait()
         finally:
@@ -302,29 +308,33 @@ class Gateway:
         self.relay.target = client
         self.open_door(text, report.limits, defaults)
         if first:
-            self._announce(listener, report.limits, report.memory)
+            self._announce(listener, report.limits, report.memory, chats=answers_chats(text))
         else:
             say("the worker is ready again")
         await client.lost.wait()
 
-    def _announce(self, listener: socket.socket, limits: Limits, memory: MemoryReport) -> None:
+    def _announce(self, listener: socket.socket, limits: Limits, memory: MemoryReport, *, chats: bool) -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else shown}:{port}/v1"
         key = ' -H "authorization: Bearer $AI_ENGINE_API_KEY"' if self.config.api_key else ""
-        body = {
-            "model": self.name,
-            "temperature": 0,
-            "messages": [
-                {"role": "system", "content": "Answer in one sentence."},
-                {"role": "user", "content": "What is the capital of France?"},
-            ],
-        }
+        body: dict[str, object] = {"model": self.name, "temperature": 0}
+        if chats:
+            route = "chat/completions"
+            body["messages"] = EXAMPLE_CHAT
+        else:  # a base model continues texts
+            route = "completions"
+            body |= {"prompt": "The capital of France is", "max_tokens": 8}
         say(app.memory_line(memory, limits))
         if not self.config.api_key:
             say("no key is set: anyone on this machine may send requests")
         say(f"ready: {url} serves {self.name}. Try:")
-        say(f"  curl {url}/chat/completions -H 'content-type: application/json'{key} -d '{json.dumps(body)}'")
+        say(f"  curl {url}/{route} -H 'content-type: application/json'{key} -d '{json.dumps(body)}'")
+
+
+def answers_chats(text: ModelText) -> bool:
+    """Whether the model's own file says how a conversation is written."""
+    return text.template.describe().origin == "file"
 
 
 def say(text: str) -> None:

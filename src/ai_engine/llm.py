@@ -181,7 +181,7 @@ class LLM:
                 yield delta.text
             if delta.stop is not None:
                 answer.stopped_at(delta.stop, output.num_tokens, len(ids))
-                await self._stack.serving.cancel(request.request_id)
+                await self._stack.serving.cancel(request.request_id, stopped=True)
                 return
         rest = output.finish()
         if rest.text:

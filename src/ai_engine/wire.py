@@ -181,6 +181,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
     index: int | None = None
+    stopped: bool = False
 
 
 class AskHealth(msgspec.Struct, frozen=True, tag="health"):
@@ -275,9 +276,9 @@ class ServingClient:
                 self._buffers.pop(request_id, None)
         return ChunkStream(buffer, lambda: self._abandon(request_id))
 
-    async def cancel(self, request_id: str, index: int | None = None) -> None:
+    async def cancel(self, request_id: str, index: int | None = None, *, stopped: bool = False) -> None:
         if request_id in self._buffers:
-            self._send_cancel(request_id, index)
+            self._link.send(Cancel(request_id, index, stopped))
 
     async def health(self) -> Health:
         if self._lost_because:
@@ -325,8 +326,8 @@ class ServingClient:
         if self._lost_because:
             raise NotReady(self._lost_because)
 
-    def _send_cancel(self, request_id: str, index: int | None = None) -> None:
-        self._link.send(Cancel(request_id, index))
+    def _send_cancel(self, request_id: str) -> None:
+        self._link.send(Cancel(request_id))
 
     def _abandon(self, request_id: str) -> None:
         if not self._loop.is_closed():
@@ -392,7 +393,7 @@ class _Running:
         self.request = request
         self.open = set(range(request.n))
         self.submitted = False
-        self.early_cancels: list[int | None] = []
+        self.early_cancels: list[Cancel] = []
 
 
 class _ServingSession:
@@ -450,12 +451,12 @@ class _ServingSession:
     def _cancel(self, message: Cancel) -> None:
         running = self._running.get(message.request_id)
         if running is not None and not running.submitted:
-            running.early_cancels.append(message.index)
+            running.early_cancels.append(message)
         elif running is not None:
-            self._spawn(self._cancel_now(message.request_id, message.index))
+            self._spawn(self._cancel_now(message))
 
-    async def _cancel_now(self, request_id: str, index: int | None) -> None:
-        await self._serving.cancel(request_id, index)
+    async def _cancel_now(self, message: Cancel) -> None:
+        await self._serving.cancel(message.request_id, message.index, stopped=message.stopped)
 
     async def _run(self, message: Submit) -> None:
         """Submit, answer, and put the request's chunks into the next batches."""
@@ -469,8 +470,8 @@ class _ServingSession:
                 return
             self.link.send(Reply(message.call))
             running.submitted = True
-            for index in running.early_cancels:
-                await self._serving.cancel(request.request_id, index)
+            for early in running.early_cancels:
+                await self._cancel_now(early)
             await self._pump(running, stream)
         finally:
             self._running.pop(request.request_id, None)
@@ -527,7 +528,7 @@ class _ServingSession:
                 self._send_batch(chunks[: len(chunks) // 2], [])
                 self._send_batch(chunks[len(chunks) // 2 :], [])
             else:
-                self._spawn(self._cancel_now(chunks[0].request_id, chunks[0].index))
+                self._spawn(self._cancel_now(Cancel(chunks[0].request_id, chunks[0].index)))
                 self._send_batch([_too_large(chunks[0])], [])
 
     async def end(self) -> None:

@@ -270,7 +270,7 @@ class Generation:
         was_over = choice.finish is not None
         piece = pieces.get(choice.index) or Piece(choice.index, entries=[])
         if choice.take(chunk, piece):
-            await self._serving.cancel(self.prompts[prompt].request.request_id, chunk.index)
+            await self._serving.cancel(self.prompts[prompt].request.request_id, chunk.index, stopped=True)
         self._failure = self._failure or choice.failure
         if not was_over and (chunk.tokens or choice.failure is None):
             pieces[choice.index] = piece

@@ -188,7 +188,7 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
         "presence_penalty": Number(-2, 2),
         "frequency_penalty": Number(-2, 2),
         "logit_bias": TokenKeys(Number(-100, 100), vocab_size),
-        "seed": Integer(),
+        "seed": Integer(-(1 << 63), SEED_SPAN - 1),
         "n": Integer(1, MAX_CHOICES),
         "stop": ByType({str: _STOP_TEXT, list: ListOf(_STOP_TEXT, 0, MAX_STOPS)}),
         "stop_token_ids": ListOf(token, 0, 128),

@@ -43,6 +43,19 @@ BLOCK: dict[DType, tuple[int, int]] = {
 """Elements and bytes of one block, as ggml lays it out along a row."""
 
 
+SCALE_OFFSETS: dict[DType, tuple[int, ...]] = {
+    DType.Q4_0: (0,),
+    DType.Q4_1: (0, 2),
+    DType.Q5_0: (0,),
+    DType.Q5_1: (0, 2),
+    DType.Q8_0: (0,),
+    DType.Q4_K: (0, 2),
+    DType.Q5_K: (0, 2),
+    DType.Q6_K: (208,),
+}
+"""Byte offsets of the float16 scales and mins in a block of a quantised type."""
+
+
 def row_bytes(dtype: DType, cols: int) -> int:
     """Bytes of one row of ``cols`` elements; ``cols`` must be whole blocks."""
     elements, size = BLOCK[dtype]

@@ -90,8 +90,9 @@ class Serving(Protocol):
         """
         ...
 
-    async def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End one choice (or all). Takes effect within one step; unknown or ended ids are ignored."""
+    async def cancel(self, request_id: str, index: int | None = None, *, stopped: bool = False) -> None:
+        """End one choice (or all). Takes effect within one step; unknown or ended ids are ignored. ``stopped``: a stop
+        string was found in the text, so it finishes with "stop" and counts as such, not as cancelled."""
         ...
 
     async def health(self) -> Health: ...

@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ai_engine.ports.errors import ModelFileError
 from ai_engine.ports.kernels import F32, U8, Kernels, WeightSpec
-from ai_engine.ports.model import DType, ModelFile
+from ai_engine.ports.model import BLOCK, SCALE_OFFSETS, DType, ModelFile
 from ai_engine.runtime.ir import Weight
 
 ALIGN_BYTES: Final = 256
@@ -31,6 +32,16 @@ def vector_f32(file: ModelFile, name: str) -> F32:
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
     assert dtype in (DType.F32, DType.F16), (name, dtype)
     return raw.view("<f4" if dtype is DType.F32 else "<f2").astype(np.float32)
+
+
+def check_scales(name: str, dtype: DType, raw: U8) -> None:
+    """Raises ModelFileError if a quantised block's scale is NaN or infinite: integers hide it from every later check,
+    and the model would answer with plausible nonsense. ``raw`` is u8[rows, row_bytes]."""
+    for offset in SCALE_OFFSETS.get(dtype, ()):
+        blocks = raw.reshape(len(raw), -1, BLOCK[dtype][1])
+        words = blocks[:, :, offset + 1] & 0x7C  # the exponent's five bits of a float16
+        if (words == 0x7C).any():
+            raise ModelFileError(f"tensor {name!r} has a block whose scale is no finite number; fetch the model again")
 
 
 def row_order(weight: Weight) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -91,6 +102,9 @@ def _report(progress: Callable[[float], None], start: int, total: int, done: int
 
 def _load_vector(weight: Weight, file: ModelFile, kernels: Kernels, out: U8) -> None:
     parts = [vector_f32(file, part.tensor) for part in weight.parts]
+    for part, values in zip(weight.parts, parts, strict=True):
+        if not np.isfinite(values).all():
+            raise ModelFileError(f"tensor {part.tensor!r} has a value that is no finite number; fetch the model again")
     for part in weight.parts:
         file.drop(part.tensor)
     which, rows = row_order(weight)
@@ -115,5 +129,6 @@ def _load_matrix(weight: Weight, file: ModelFile, kernels: Kernels, out: U8, pro
             source = rows[first:last][at]
             low, high = int(source.min()), int(source.max()) + 1
             raw[at] = file.read(part.tensor, low, high)[source - low]
+            check_scales(part.tensor, file.tensors[part.tensor].dtype, raw[at])
             file.drop(part.tensor)
         kernels.pack_rows(weight.spec, first, raw, out)

@@ -33,6 +33,7 @@ class Arrive(msgspec.Struct, frozen=True):
 class Cancel(msgspec.Struct, frozen=True):
     request_id: str
     index: int | None = None
+    stopped: bool = False
 
 
 class FailAll(msgspec.Struct, frozen=True):
@@ -172,7 +173,10 @@ class StepLoop:
         group = self._groups.get(command.request_id)
         for choice in group.unfinished if group is not None else ():
             if command.index in (None, choice.index):
-                self._finish(choice, "cancelled", code="cancelled")
+                if command.stopped:
+                    self._finish(choice, "stop")
+                else:
+                    self._finish(choice, "cancelled", code="cancelled")
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -373,7 +377,7 @@ class StepLoop:
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 finish=finish,
-                stop_token=tokens[-1] if finish == "stop" else None,
+                stop_token=tokens[-1] if finish == "stop" and tokens else None,
                 error_code=code,
                 error_message=message,
                 usage=usage,

@@ -90,9 +90,9 @@ class Service:
         self.loop.post(Arrive(group))
         return ChunkStream(buffer, lambda: self.loop.post(Cancel(request.request_id)))
 
-    async def cancel(self, request_id: str, index: int | None = None) -> None:
+    async def cancel(self, request_id: str, index: int | None = None, *, stopped: bool = False) -> None:
         if request_id in self._buffers:
-            self.loop.post(Cancel(request_id, index))
+            self.loop.post(Cancel(request_id, index, stopped))
 
     def _expected_tokens(self, request: GenerateRequest) -> int:
         output = min(request.params.max_tokens, self._config.expected_output_tokens)

@@ -162,7 +162,7 @@ class ScriptedServing:
             for i in sorted(choices)
         ]
 
-    async def cancel(self, request_id: str, index: int | None = None) -> None:
+    async def cancel(self, request_id: str, index: int | None = None, *, stopped: bool = False) -> None:
         self.cancelled.append((request_id, index))
         if request_id in self._cancels:
             n = next(r.n for r in self.requests if r.request_id == request_id)

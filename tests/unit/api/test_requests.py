@@ -105,7 +105,7 @@ async def test_seeds_are_drawn_when_absent_and_differ() -> None:
         ({"n": True}, "n", "found true"),
         ({"max_tokens": 0}, "max_tokens", "found 0"),
         ({"max_tokens": 1.5}, "max_tokens", "found 1.5"),
-        ({"seed": 1 << 63}, "seed", "expected an integer"),
+        ({"seed": 1 << 64}, "seed", "expected an integer"),
         ({"stop": ["a"] * 17}, "stop", "found 17 items, expected 0 to 16"),
         ({"stop": ""}, "stop", "0 characters"),
         ({"stop": ["a", 1]}, "stop[1]", "found 1"),

@@ -1,0 +1,76 @@
+"""HTTP/1.1 on a connection, with limits on what comes before a body: uvicorn's protocol, bounded.
+
+Owns the size of a request's head, the time it may take, and the shape of errors about HTTP itself. Bodies are bounded
+by http.py, requests by app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 30.0
+REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """A client that sends no end of headers, or takes its time over them, loses its connection and nothing else."""
+
+    _head_bytes = 0
+    _in_head = True
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        if not self._in_head:  # a further request on this connection
+            self._start_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"The request's headers are larger than {MAX_HEAD_BYTES} bytes. Send fewer.")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, f"{msg} Expected HTTP/1.1.")
+
+    def _start_head(self) -> None:
+        self._end_head()
+        self._in_head, self._head_bytes = True, 0
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._late)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(408, f"The request's headers did not end within {HEAD_TIMEOUT_S:g} s.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        error: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": None}
+        body = msgspec.json.encode({"error": error | {"code": "invalid_http" if status != 408 else "request_timeout"}})
+        ids = f"x-request-id: req-{os.urandom(12).hex()}\r\nx-ai-trace-id: {os.urandom(16).hex()}\r\n"
+        head = f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n{ids}"
+        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
