@@ -11,7 +11,7 @@ the same buffer where the formula is row-wise.
     embed        -> f32[T,D]                       table            scale * table[token_ids]            scale
     rms_norm     f32[T,D] -> f32|act[T,D]          norm             x / sqrt(mean(x^2)+eps) * norm      eps
     rms_norm_add f32[T,D] y, f32[T,D] x -> x       norm             x + rms_norm(y)                     eps
-    quantize     f32[T,K] -> act[T,K]                               round-to-nearest int8 per 32, scale = amax/127
+    quantize     f32[T,K] -> act[T,K]                               nearest int8 per 32, scale = amax/127; outliers
     matmul       f32|act[T,K] -> f32[T,N]          W [, bias]       x W^T (+ bias)        accumulate: out += not =
     add          f32[T,D], f32[T,D] -> f32[T,D]                     x + y
     rope_store   f32[T,(H+2G)*hd] qkv -> same      [q_norm,k_norm]  rope q and k by position (half-split pairs), write

@@ -70,7 +70,7 @@ def same_act(layout: ActLayout, act: npt.NDArray[np.uint8], x: F32) -> None:
     """The kernel's records are those of the reference quantiser, given the kernel's own f32 values."""
     rows = x.shape[0]
     got, expected = layout.records(act, rows), layout.records(layout.quantize(x), rows)
-    for name in ("q", "scale", "dsum", "offset", "sum16", "offset16"):
+    for name in ("q", "scale", "dsum", "offset", "sum16", "offset16", "outlier", "column"):
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
 
 
@@ -100,7 +100,18 @@ def test_quantize(machine: Machine, rows: int, cols: int) -> None:
     if rows > 1:
         x[0, :32] = 0
         x[1, :32] = 1e-35
-        x[2, :32] = [*(np.arange(31) - 15.5), 127]  # ties
+        x[2, :32] = [*(np.arange(31) - 15.5), 127]  # ties, were it not for an outlier
+    if rows > 3 and cols > 32:
+        x[3:7, 32:64] = 0
+        x[3, 40] = -3  # alone
+        x[4, 33], x[4, 60] = 5, -5  # two
+        x[5, 63], x[5, 32] = 1e25, 1  # its square overflows
+        x[6, 50], x[6, 51] = 1e-22, 1e-24  # their squares vanish
+        x[7, 32:64] = [*(np.arange(31) - 15.5), 63.5]  # ties
+        x[8, 32:64] = 1
+        x[8, 32:64][5] = np.sqrt(np.float32(31 / 0.6 * 1.0001))  # near the limit
+        x[9, 32:64] = np.clip(random(32), -2, 2) * 1e-3
+        x[9, 47] = 1e3
     layout = ActLayout(cols)
     act = np.zeros(layout.nbytes(rows), np.uint8)
     machine.run("quantize", {"T": rows}, act, x=x, out=act, cols=cols, logits=0)

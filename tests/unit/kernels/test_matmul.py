@@ -85,7 +85,11 @@ class Weight:
 
 
 def tokens(count: int, cols: int) -> F32:
-    return np.random.default_rng([count, cols]).standard_normal((count, cols)).astype(np.float32)
+    """A third of the groups of every third token and a few of the others have an outlier."""
+    rng = np.random.default_rng([count, cols])
+    x = rng.standard_normal((count, cols)).astype(np.float32)
+    x[::3] *= np.where(rng.random((len(x[::3]), cols)) < 0.012, np.float32(40), np.float32(1))
+    return x
 
 
 def allowed(dtype: DType, cols: int) -> bool:
@@ -151,6 +155,41 @@ def test_avx_vnni_without_avx512(dtype: DType) -> None:
     whole = weight.times(x)
     weight.check(x, whole)
     assert np.array_equal(np.concatenate([weight.times(x[i : i + 1]) for i in range(13)]), whole)
+
+
+def with_outliers(x: F32, which: npt.NDArray[np.bool_]) -> F32:
+    """Groups [rows, groups] of x that have an outlier, and others that have none."""
+    groups = np.clip(x, -2, 2).reshape(*which.shape, 32)
+    column = np.arange(which.size).reshape(which.shape) * 7 % 32  # every one
+    at = np.arange(32) == column[:, :, None]
+    return np.where(at & which[:, :, None], np.float32(-50), groups).reshape(x.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_outliers_in_every_column_and_any_company(rig: Rig, dtype: DType) -> None:
+    """Tiles where no token, some, or all have outliers: the same bits as alone; padding rows, several batches of row
+    blocks, K staged in parts; and exact where everything else is 0."""
+    rows, cols = 16 * matmul.OUTLIER_BLOCKS * 2 + 21, 1280
+    weight = Weight(rig, dtype, rows, cols)
+    some = np.random.default_rng(5).random((21, cols // 32)) < 0.3
+    some[:4], some[5], some[16:] = False, True, True
+    x = with_outliers(tokens(21, cols), some)
+    layout = ActLayout(cols)
+    assert ((layout.records(layout.quantize(x), 21)["column"] >= 0) == some).all()
+    start = tokens(21, rows)
+    whole, added = weight.times(x), weight.times(x, add_to=start)
+    weight.check(x, whole)
+    weight.check(x, added, start)
+    for row in range(21):
+        assert np.array_equal(weight.times(x[row : row + 1])[0], whole[row]), row
+        assert np.array_equal(weight.times(x[row : row + 1], add_to=start[row : row + 1])[0], added[row]), row
+    for first, count in ((0, 4), (3, 4), (4, 8), (5, 16), (14, 3)):
+        part = weight.times(x[first : first + count], threads=1 + count % 2)
+        assert np.array_equal(part, whole[first : first + count]), (first, count)
+    alone = np.zeros((32, cols), np.float32)  # one column each: the weights themselves
+    alone[np.arange(32), np.arange(32) * 33] = 3.0
+    expected = weight.values[:, np.arange(32) * 33].T * 3
+    np.testing.assert_allclose(weight.times(alone), expected, rtol=3e-6, atol=1e-5)
 
 
 def test_no_rows_is_no_work(rig: Rig) -> None:

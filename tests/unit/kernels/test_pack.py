@@ -100,6 +100,28 @@ def test_padding_rows_are_zero_and_nothing_else_is_touched(dtype: DType) -> None
     assert (out[: out.size // 2] == 0x5A).all()
 
 
+def test_outliers_are_exact_and_leave_the_range_to_the_others() -> None:
+    layout = ActLayout(256)
+    x = np.clip(np.random.default_rng(4).standard_normal((6, 256)), -2, 2).astype(np.float32)
+    x[:, 5], x[:, 32 + 9], x[:, 32 + 20] = 777.7, 300, -300
+    x[:, 64:96], x[:, 70] = 0, -0.3
+    x[0, 96], x[1, 96], x[2, 96] = np.inf, -np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        records = layout.records(layout.quantize(x), 6)
+        back = layout.dequantize(layout.quantize(x), 6)
+    assert (records["column"][:, :4] == [5, -1, 6, -1]).all()  # of two alike none, nor with infinities or NaN
+    assert (records["outlier"][:, [0, 2]] == x[:, [5, 70]]).all()
+    assert (records["outlier"][:, 1] == 0).all()
+    assert (back[:, [5, 70]] == x[:, [5, 70]]).all()
+    assert (records["scale"][:, 2] == 0).all()
+    assert (records["q"][:, 0, 5] == 0).all()
+    others = np.delete(np.arange(32), 5)
+    assert (np.abs(back - x)[:, others].max(axis=1) <= np.abs(x[:, others]).max(axis=1) / 127 * 0.5001).all()
+    records = records[:, :3]
+    sums = records["scale"] * records["q"].sum(axis=2, dtype=np.int32).astype(np.float32) + records["outlier"]
+    assert (records["dsum"] == sums).all()
+
+
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 def test_act_records(rows: int) -> None:
     layout = ActLayout(160)
@@ -116,6 +138,6 @@ def test_act_records(rows: int) -> None:
     assert (records["offset"] == -128 * q.sum(axis=2)).all()
     assert (records["sum16"] == q.reshape(rows, 5, 2, 16).sum(axis=3)).all()
     assert (records["offset16"] == -32 * records["sum16"].astype(np.int32)).all()
-    assert (records["dsum"] == records["scale"] * q.sum(axis=2).astype(np.float32)).all()
+    assert (records["dsum"] == records["scale"] * q.sum(axis=2).astype(np.float32) + records["outlier"]).all()
     at = layout.row_offset(rows - 1, layout.groups) + 3 * layout.TILE * layout.RECORD
     assert (act[at : at + 32].view(np.int8) == q[rows - 1, 3]).all()

@@ -11,7 +11,7 @@ from typing import Final
 VERSION: Final = 2
 """Part of the kernel cache's key; raise it when a layout here changes meaning without changing text."""
 
-SCRATCH_BYTES: Final = 1 << 20
+SCRATCH_BYTES: Final = 8 << 20
 """Scratch memory of each thread."""
 
 COUNTERS_PER_SLOT: Final = 4

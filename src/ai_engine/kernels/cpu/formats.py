@@ -157,13 +157,34 @@ class ActLayout:
     """An "act" buffer of ``cols`` columns: one 64-byte record (a cache line) per row and group of 32 columns.
 
         byte  field
-        0     q         s8[32]   round-half-even(x * (127 / amax)), amax of the group; 0 where amax < 1e-30
+        0     q         s8[32]   round-half-even(x * (127 / amax)), amax of the others; 0 where amax < 1e-30
         32    scale     f32      amax / 127; 0 where amax < 1e-30
-        36    dsum      f32      scale * float(sum of q): multiplies a format's min
+        36    dsum      f32      scale * float(sum of q) + outlier: multiplies a format's min
         40    offset    i32      -128 * sum of q: undoes u8 = s8 + 128 in a dot product
         44    sum16     i16[2]   sums of q over the two halves
         48    offset16  i32[2]   -32 * the same: Q6_K's offset
-        56    (unused)
+        56    outlier   f32      a column's exact value, which q has as 0; 0: none
+        60    column    i32      its number in the group; -1: none
+
+    One column can take most of a group's range, and the other 31 are left with few of the 255 steps. Such a column is
+    kept as it is, and amax is that of the others. It is an outlier where it has more than OUTLIER_SHARE of the group's
+    energy (a crest factor amax / rms above 4.47):
+
+        amax * amax > OUTLIER_SHARE * sum(x * x)        the first column with amax; the sum in f32, halving: the first
+                                                        16 columns plus the last 16, then 8 plus 8 ...
+
+    Not so where a square overflows, with NaN or infinities. On SmolLM2 Q4_1 about 15 % of the groups have one before q,
+    k and v, 5 % before o, gate and up, 14 % before down and 22 % before the head; mostly, tokens that stand together
+    have it in the same column. Mean and p99 KL to the float64 forward, and how often the most likely ids agree, over
+    960 positions (over all 5,141 at 0.625: 1.01e-3, 7.9e-3, 97.5 %):
+
+        share    0.383 (crest 3.5)   0.5 (4)     0.625 (4.47)   0.78 (5)    without
+        mean     0.8e-3              0.8e-3      1.05e-3        1.4e-3      4.2e-3
+        p99      5.8e-3              5.2e-3      7.5e-3         8.4e-3      20e-3
+        agree    98.3 %              98.3 %      97.9 %         97.2 %      96.2 %
+
+    To quantise what is left of all 32 columns once more would give 0.96e-3 where this gives 1.3e-3 (simulated, share
+    0.5, 300 positions), but multiplies all of them again.
 
     Records of four rows stand side by side, so that a tile of tokens reads one run of memory with constant offsets (a
     pointer per token would not fit the registers):
@@ -181,6 +202,10 @@ class ActLayout:
     OFFSET: ClassVar[int] = 40
     SUM16: ClassVar[int] = 44
     OFFSET16: ClassVar[int] = 48
+    OUTLIER: ClassVar[int] = 56
+    COLUMN: ClassVar[int] = 60
+
+    OUTLIER_SHARE: ClassVar[float] = 0.625  # exact in f32
 
     def __post_init__(self) -> None:
         assert self.cols > 0, self.cols
@@ -208,6 +233,8 @@ class ActLayout:
         rows = x.shape[0]
         assert x.shape == (rows, self.cols), (x.shape, self.cols)
         groups = np.ascontiguousarray(x, dtype=np.float32).reshape(rows, self.groups, GROUP)
+        outlier, column = self._outliers(groups)
+        groups = np.where(np.arange(GROUP) == column[:, :, None], np.float32(0), groups)
         amax = np.abs(groups).max(axis=2)
         alive = amax >= np.float32(1e-30)
         inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=alive)
@@ -218,12 +245,27 @@ class ActLayout:
         records = np.zeros((self.nbytes(rows) // self.tile_bytes * self.TILE, self.groups), _RECORD)
         records["q"][:rows] = q
         records["scale"][:rows] = scale
-        records["dsum"][:rows] = scale * total.astype(np.float32)
+        records["dsum"][:rows] = scale * total.astype(np.float32) + outlier
         records["offset"][:rows] = -128 * total
         records["sum16"][:rows] = sums
         records["offset16"][:rows] = -32 * sums
+        records["outlier"][:rows] = outlier
+        records["column"][:rows] = column
         tiles = records.reshape(-1, self.TILE, self.groups).transpose(0, 2, 1)
         return np.ascontiguousarray(tiles).reshape(-1).view(np.uint8)
+
+    def _outliers(self, groups: F32) -> tuple[F32, npt.NDArray[np.int32]]:
+        """(value, column) of each group's outlier, or (0, -1): f32[rows, groups, 32] -> [rows, groups]."""
+        magnitude = np.abs(groups)
+        amax, first = magnitude.max(axis=2), magnitude.argmax(axis=2)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            total = groups * groups
+            while total.shape[2] > 1:
+                half = total.shape[2] // 2
+                total = total[:, :, :half] + total[:, :, half:]
+            exists = amax * amax > total[:, :, 0] * np.float32(self.OUTLIER_SHARE)
+        value = np.take_along_axis(groups, first[:, :, None], axis=2)[:, :, 0]
+        return np.where(exists, value, np.float32(0)), np.where(exists, first, -1).astype(np.int32)
 
     def records(self, act: U8, rows: int) -> npt.NDArray[np.void]:
         """The records [rows, groups] of a buffer u8[nbytes(rows)], fields by name."""
@@ -234,13 +276,15 @@ class ActLayout:
         """u8[nbytes(rows)] -> f32[rows, cols]: the values that the integer kernels multiply."""
         records = self.records(act, rows)
         values = records["q"].astype(np.float32) * records["scale"][:, :, None]
+        exact = np.arange(GROUP) == records["column"][:, :, None]
+        values = np.where(exact, records["outlier"][:, :, None], values)
         return np.asarray(values, dtype=np.float32).reshape(rows, self.cols)
 
 
 _RECORD = np.dtype(
     {
-        "names": ["q", "scale", "dsum", "offset", "sum16", "offset16"],
-        "formats": [("i1", 32), "<f4", "<f4", "<i4", ("<i2", 2), ("<i4", 2)],
+        "names": ["q", "scale", "dsum", "offset", "sum16", "offset16", "outlier", "column"],
+        "formats": [("i1", 32), "<f4", "<f4", "<i4", ("<i2", 2), ("<i4", 2), "<f4", "<i4"],
         "offsets": [
             ActLayout.Q,
             ActLayout.SCALE,
@@ -248,6 +292,8 @@ _RECORD = np.dtype(
             ActLayout.OFFSET,
             ActLayout.SUM16,
             ActLayout.OFFSET16,
+            ActLayout.OUTLIER,
+            ActLayout.COLUMN,
         ],
         "itemsize": ActLayout.RECORD,
     }

@@ -10,9 +10,10 @@ shared out by the work counter.
 
 Numbers. Quantised weights multiply s8 activations: an exact i32 sum per group of 32 columns (16 for Q6_K), then
 acc = fma(float(sum), step_w * scale_x, acc), and where the format has mins acc = fma(min_w, scale_x * sum_x, acc),
-group by group in the order of K. Offsets (q - 8 ...) are folded in integers. A lane is a row, so nothing is summed
-across lanes, and a result depends on nothing but its row and its token: not on the tile, the chunk or the thread. Where
-K is cut for the cache (AVX2) accumulators start from memory.
+group by group in the order of K. Offsets (q - 8 ...) are folded in integers. Last come the outliers of formats.py, in
+the order of K: acc = fma(step_w * (q - offset), x, acc); their mins are in scale_x * sum_x already. A lane is a row, so
+nothing is summed across lanes, and a result depends on nothing but its row and its token: not on the tile, the chunk or
+the thread. Where K is cut for the cache (AVX2) accumulators start from memory.
 
 Three ways to an exact sum, by target:
     vnni      vpdpbusd on u8 x s8; an offset of 128 is undone by starting from the record's ``offset``
@@ -30,7 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ai_engine.kernels.cpu.formats import QUANTISED, ActLayout
+from ai_engine.kernels.cpu import abi
+from ai_engine.kernels.cpu.formats import GROUP, QUANTISED, ActLayout
 from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Number, Record, Target, Value, Var
 from ai_engine.kernels.cpu.pack import PackedLayout
 from ai_engine.ports.kernels import WeightSpec
@@ -78,6 +80,7 @@ def bind(
     """The kernel and its arguments for a packed weight; addresses in bytes, strides in floats."""
     layout = PackedLayout.of(spec, lanes)
     assert not (bias and accumulate), spec
+    assert layout.is_float or spec.cols <= MAX_COLS, spec
     return kernel_name(spec.dtype), {
         "x": x,
         "x_stride": x_stride,
@@ -370,7 +373,9 @@ than it gives: weights are then best read in one run."""
 def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
     """R row blocks at a time x C tokens; see `_tile` for the parameters."""
     n, mode, num_tokens, num_blocks = k.lanes, _mode(k.target), tile.tokens, tile.blocks
+    assert num_blocks == 1, tile  # each row block's outliers follow it
     stage = k.scratch if tile.staged else None
+    outliers = _list_outliers(k, f, p, num_tokens)
     groups = p["cols"].lshr(5)
     layout = PackedLayout(f.dtype, 1, 256, n)
     head_bytes = p["cols"].lshr(8 if f.k_quant else 5) * layout.head_step
@@ -379,7 +384,7 @@ def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
     block_bytes = (body_end + 63) & -64
     accs = [[k.var(k.f32(0, n)) for _ in range(num_tokens)] for _ in range(num_blocks)]
 
-    def run(first: Value, last: Value, is_first: Value) -> None:
+    def run(first: Value, last: Value, is_first: Value, num_outliers: Value) -> None:
         if stage is not None:
             _stage(k, p["x"], stage, first, last, num_tokens)
         with k.loop(0, p["blocks"], num_blocks) as b:
@@ -404,12 +409,18 @@ def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
                 else:
                     _dot_group(k, f, mode, bodies, scales, tokens, accs)
             _store(k, accs, outs, valid, p["out_stride"])
+            before = b & (OUTLIER_BLOCKS - 1)  # row blocks of this batch; its last one adds the outliers
+            with k.if_((num_outliers > 0) & (before.eq(OUTLIER_BLOCKS - 1) | (b + 1).eq(p["blocks"]))):
+                start = b - before
+                w, out, rows = p["w"] + start * block_bytes, p["out"] + start * (4 * n), p["rows"] - start * n
+                _add_outliers(k, f, w, block_bytes, out, before + 1, rows, groups * num_tokens, num_outliers)
 
     if stage is None:
-        run(k.i64(0), groups, k.const(1, "i1"))
+        run(k.i64(0), groups, k.const(1, "i1"), outliers)
     else:
         with k.loop(0, groups, STAGE_GROUPS) as first:
-            run(first, k.min(first + STAGE_GROUPS, groups), first.eq(0))
+            last = k.min(first + STAGE_GROUPS, groups)
+            run(first, last, first.eq(0), k.select(last.eq(groups), outliers, 0))
 
 
 PREFETCH_BYTES = 8192
@@ -481,6 +492,170 @@ def _store(k: Kernel, accs: list[list[Var]], outs: list[Value], valid: Value, ou
                 mask = k.lane_mask(valid, n)
                 for c, acc in enumerate(row):
                     k.masked_store(out + out_stride * (4 * c), acc.v, mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Outliers: single columns of a token that are multiplied exactly, after all groups
+
+_COLUMN = {name: 4 * i for i, name in enumerate(("step", "sub_step", "code", "high", "shift", "high_shift"))}
+"""Of a column with outliers, i32: where a row block has the step (of K-quants the super-block's, and its factor), the
+dwords with the code and its high bits, and by how much they are shifted."""
+_COLUMN_BYTES = 32
+_USE = {"out": 0, "column": 4, "x": 8}
+"""Of an outlier: the byte offset of its token's row in out, the number of its column (i32), and the value (f32)."""
+_USE_BYTES = 16
+OUTLIER_BLOCKS = 4
+"""Row blocks whose outliers are added at once: the list is read once for all, and branches are foreseen more often."""
+_WEIGHT_BYTES = 64 * OUTLIER_BLOCKS
+_SEEN_AT = 32 << 10  # in scratch memory, behind what AVX2 stages
+_LISTS_AT = _SEEN_AT + 8 * GROUP
+MAX_COLS = (abi.SCRATCH_BYTES - _LISTS_AT - 128) // (_COLUMN_BYTES + _USE_BYTES + _WEIGHT_BYTES) // 16 * GROUP
+"""Every group of 32 columns of 16 tokens may have an outlier."""
+
+
+def _lists(k: Kernel, capacity: Value) -> tuple[Value, Value, Value]:
+    """Columns, uses, and weights of columns, in scratch memory."""
+    columns = k.scratch + _LISTS_AT
+    weights = columns + ((capacity * _COLUMN_BYTES + 63) & -64)
+    return columns, weights + capacity * _WEIGHT_BYTES, weights
+
+
+def _list_outliers(k: Kernel, f: Format, p: dict[str, Value], num_tokens: int) -> Value:
+    """Write a token tile's outliers to scratch memory, in the order of groups: distinct columns, and uses of them. How
+    many: uses, and above them (<< 32) columns. No branch depends on where outliers are, which could not be foreseen."""
+
+    def emit(k: Kernel, ctx: Value, cols: Value, num_tokens: Value, num_found: Value, out_stride: Value) -> Value:
+        n = k.lanes
+        columns, uses, weights = _lists(k, cols.lshr(5) * num_tokens)
+        layout = PackedLayout(f.dtype, 1, 256, n)
+        body_offset = (cols.lshr(8 if f.k_quant else 5) * layout.head_step + 63) & -64
+        found = k.array(weights, "i64")  # there are no weights yet
+        seen, num_columns = k.array(k.scratch + _SEEN_AT, "i64"), k.var(k.i64(0))  # of each column: group, number
+        k.fill(seen.ptr, 0xFF, 8 * GROUP)
+        with k.loop(0, num_found) as i:
+            word = found[i]
+            column, c, g = word.lshr(32) & 31, word.lshr(37) & 15, word.lshr(41)
+            byte, quad, half = (column & 3) << 3, column.lshr(2) & 3, column.lshr(4)
+            body = body_offset + g * layout.body_step
+            fields = {"step": (g.lshr(3) if f.k_quant else g) * layout.head_step}
+            if f.dtype is DType.Q6_K:
+                fields["sub_step"] = fields["step"] + ((g & 7) * (2 * n) + half * n + 2 * n)
+            elif f.k_quant:
+                fields["sub_step"] = fields["step"] + ((g & 7) * (2 * n) + 4 * n)
+            if f.dtype is DType.Q8_0:
+                fields |= {"code": body + column.lshr(2) * (4 * n), "shift": 24 - byte}
+            else:
+                at = quad * (4 * n) + {5: 4 * n, 6: 8 * n}.get(f.bits, 0)
+                fields |= {"code": body + at, "shift": byte + half * 4}
+            if f.bits == 5:
+                fields |= {"high": body, "high_shift": byte + column.lshr(2)}
+            elif f.bits == 6:
+                fields |= {"high": body + half * (4 * n), "high_shift": byte + quad * 2}
+            last = num_columns.v
+            for name, value in fields.items():  # of the next column, if this is a new one
+                k.store(columns + last * _COLUMN_BYTES + _COLUMN[name], value.trunc("i32"))
+            is_new = seen[column].lshr(32).ne(g)
+            number = k.select(is_new, (g << 32) + last, seen[column])
+            seen[column] = number
+            num_columns.v = last + is_new.zext("i64")
+            use = uses + i * _USE_BYTES
+            for name, value in {"out": c * out_stride * 4, "column": number, "x": word}.items():
+                k.store(use + _USE[name], value.trunc("i32"))
+        return num_found + (num_columns.v << 32)
+
+    found = _find_outliers(k, p["x"], p["cols"].lshr(5), num_tokens)
+    name = f"{kernel_name(f.dtype)}_list"
+    count = k.call(name, emit, k.ctx, p["cols"], k.i64(num_tokens), found, p["out_stride"], result="i64")
+    assert count is not None
+    return count
+
+
+def _find_outliers(k: Kernel, x: Value, groups: Value, num_tokens: int) -> Value:
+    """Value, column (<< 32), token (<< 37) and group (<< 41) of every outlier to where weights will be; how many."""
+    together = min(num_tokens, ActLayout.TILE)
+
+    def emit(k: Kernel, ctx: Value, x: Value, groups: Value, num_tokens: Value) -> Value:
+        found, count = k.array(_lists(k, groups * num_tokens)[2], "i64"), k.var(k.i64(0))
+        with k.loop(0, groups) as g, k.loop(0, num_tokens, together) as first:
+            records = x + ActLayout.row_offset(first, groups) + g * 256
+            for c in range(together):
+                word = k.load(records + (c * 64 + ActLayout.OUTLIER), "i64")
+                found[count.v] = word + (((g << 4) + first + c) << 37)
+                count.v = count.v + word.trunc("i32").ne(0).zext("i64")
+        return count.v
+
+    count = k.call(f"matmul_find_{together}", emit, k.ctx, x, groups, k.i64(num_tokens), result="i64")
+    assert count is not None
+    return count
+
+
+def _column_of_weights(k: Kernel, f: Format, w: Value, column: Value) -> Value:
+    """One column of a row block, but for the min: step * (code - offset)."""
+    n = k.lanes
+
+    def field(name: str) -> Value:
+        return k.load(column + _COLUMN[name], "i32")
+
+    def at(name: str) -> Value:
+        return w + field(name).zext("i64")
+
+    code = k.load(at("code"), "i32", n)
+    if f.dtype is DType.Q8_0:
+        code = (code << k.splat(field("shift"), n)).ashr(24)
+    else:
+        code = code.lshr(k.splat(field("shift"), n)) & 15
+    if f.bits in (5, 6):
+        high = k.load(at("high"), "i32", n).lshr(k.splat(field("high_shift"), n))
+        code |= (high & (1 if f.bits == 5 else 3)) << 4
+    if f.offset and f.dtype is not DType.Q8_0:
+        code = code - f.offset
+    step = _half(k, at("step"))
+    if f.k_quant:
+        factor = k.load(at("sub_step"), "i8", n)
+        step = step * (factor.sext("i32") if f.dtype is DType.Q6_K else factor.zext("i32")).to_f32()
+    return step * code.to_f32()
+
+
+def _add_outliers(
+    k: Kernel, f: Format, w: Value, block_bytes: Value, out: Value, blocks: Value, valid: Value, capacity: Value,
+    count: Value,
+) -> None:  # fmt: skip
+    """out += weight * x for the listed outliers and ``blocks`` row blocks from ``w`` on, of which ``valid`` rows exist;
+    OUTLIER_BLOCKS at most."""
+
+    def emit(
+        k: Kernel, ctx: Value, w: Value, block_bytes: Value, out: Value, blocks: Value, valid: Value, capacity: Value,
+        count: Value,
+    ) -> None:  # fmt: skip
+        n = k.lanes
+        columns, uses, weights = _lists(k, capacity)
+
+        def add(w: Value, out: Value, blocks: int, mask: Value | None) -> None:
+            with k.loop(0, count.lshr(32)) as i:
+                for r in range(blocks):
+                    weight = _column_of_weights(k, f, w + block_bytes * r, columns + i * _COLUMN_BYTES)
+                    k.store(weights + i * _WEIGHT_BYTES + 64 * r, weight, align=64)
+            with k.loop(0, count & 0xFFFF_FFFF) as i:
+                use = uses + i * _USE_BYTES
+                at, column = (k.load(use + _USE[name], "i32").zext("i64") for name in ("out", "column"))
+                x = k.splat(k.load(use + _USE["x"], "f32"), n)
+                for r in range(blocks):
+                    weight = k.load(weights + column * _WEIGHT_BYTES + 64 * r, "f32", n, align=64)
+                    to = out + at + 4 * n * r
+                    if mask is None:
+                        k.store(to, k.fma(weight, x, k.load(to, "f32", n)))
+                    else:
+                        k.masked_store(to, k.fma(weight, x, k.masked_load(to, "f32", mask)), mask)
+
+        with k.if_else(blocks.eq(OUTLIER_BLOCKS) & (valid >= OUTLIER_BLOCKS * n)) as (whole, rest):
+            with whole:
+                add(w, out, OUTLIER_BLOCKS, None)
+            with rest, k.loop(0, blocks) as b:
+                mask = k.lane_mask(k.min(valid - b * n, n), n)
+                add(w + block_bytes * b, out + b * (4 * n), 1, mask)
+
+    name = f"{kernel_name(f.dtype)}_outliers"
+    k.call(name, emit, k.ctx, w, block_bytes, out, blocks, valid, capacity, count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
