@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ai_engine.ports.model import BLOCK, DType, row_bytes
+from ai_engine.ports.model import BLOCK, SCALE_OFFSETS, DType, row_bytes
 
 GGML_TYPE = {DType.F32: 0, DType.Q4_K: 12, DType.Q6_K: 14}
-SCALE_AT: dict[DType, tuple[int, ...]] = {DType.Q4_K: (0, 2), DType.Q6_K: (208,)}
-"""Byte offsets of a block's f16 scales."""
 ALIGN = 32
 CHUNK_ROWS = 4096
 
@@ -97,7 +95,7 @@ def _rows(dtype: DType, rows: int, cols: int, rng: np.random.Generator) -> npt.N
     raw = rng.integers(0, 256, (rows, row_bytes(dtype, cols)), np.uint8)
     blocks = raw.reshape(rows, -1, BLOCK[dtype][1])
     scale = np.frombuffer(np.float16(0.02 / cols**0.5 / 8).tobytes(), np.uint8)
-    for at in SCALE_AT[dtype]:
+    for at in SCALE_OFFSETS[dtype]:
         blocks[:, :, at : at + 2] = scale
     return raw
 
