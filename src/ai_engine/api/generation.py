@@ -19,7 +19,7 @@ import msgspec
 from ai_engine.api.openai_types import Ask
 from ai_engine.ports.errors import AiEngineError, EngineError, error_from_code
 from ai_engine.ports.serving import Chunk, GenerateRequest, Serving, TokenLogprob, Usage
-from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntry
+from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntry, ToolDelta
 
 SETTLE_S = 1.0
 """How long a stopped choice may take to report its usage; it needs one step."""
@@ -37,6 +37,8 @@ class Piece(msgspec.Struct):
     finish: str | None = None  # "stop" or "length"
     stop_reason: str | int | None = None
     num_tokens: int = 0  # of the choice so far
+    reasoning: str = ""
+    calls: list[ToolDelta] = []
 
 
 class Prompt(msgspec.Struct):
@@ -268,7 +270,7 @@ class Generation:
             self.prompts[prompt].logprobs = self.prompts[prompt].logprobs + chunk.prompt_logprobs
         choice = self._choices[prompt * self.ask.n + chunk.index]
         was_over = choice.finish is not None
-        piece = pieces.get(choice.index) or Piece(choice.index, entries=[])
+        piece = pieces.get(choice.index) or Piece(choice.index, entries=[], calls=[])
         if choice.take(chunk, piece):
             await self._serving.cancel(self.prompts[prompt].request.request_id, chunk.index, stopped=True)
         self._failure = self._failure or choice.failure

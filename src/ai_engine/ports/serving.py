@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.sampling import SamplingParams
 
 
@@ -26,6 +27,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     adapter: str = ""
     priority: int = 0  # lower runs first
+    constraint: Constraint | None = None  # what every choice's text must match
     timeout_s: float | None = None  # from arrival at serving; the request then fails with deadline_exceeded
 
 

@@ -68,6 +68,17 @@ class TokenEntry(msgspec.Struct, frozen=True):
     text_offset: int
 
 
+class ToolDelta(msgspec.Struct, frozen=True):
+    """A piece of one tool call. Indexes count from 0 without a gap, in order; ``id`` and ``name`` come with a call's
+    first delta and no other; the ``arguments`` of all its deltas join to the raw JSON text ("{}" when there are none).
+    """
+
+    index: int
+    id: str | None = None  # "call_..."
+    name: str | None = None
+    arguments: str = ""
+
+
 class TextDelta(msgspec.Struct, frozen=True):
     """What a push or finish let out. ``text`` is whole characters that can no longer become part of a stop string (with
     a stop: up to before it, or after it, if stops are included); ``entries`` the tokens whose text is now out; ``stop``
@@ -76,6 +87,8 @@ class TextDelta(msgspec.Struct, frozen=True):
     text: str
     entries: list[TokenEntry] = []
     stop: str | None = None
+    reasoning: str = ""  # the part between reasoning tags, tags excluded
+    calls: list[ToolDelta] = []
 
 
 class OutputStream(Protocol):
