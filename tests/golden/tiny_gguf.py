@@ -263,6 +263,19 @@ def _d6_k(raw: U8) -> F32:
     return (each[:, :, None] * q).reshape(-1, 256)
 
 
+_IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def _qi4_nl(x: F32) -> U8:
+    d: F32 = _signed_extreme(x) / _IQ4_NL[0]
+    q = np.abs((x * _inverse(d))[:, :, None] - _IQ4_NL).argmin(axis=2).astype(np.uint8)
+    return np.concatenate([_bytes(d.astype("<f2")), _nibbles(q)], axis=1)
+
+
+def _di4_nl(raw: U8) -> F32:
+    return _IQ4_NL[_unnibbles(raw[:, 2:])] * _half(raw, 0)
+
+
 @dataclass(frozen=True)
 class BlockType:
     """One ggml type: its number in files, the values and bytes of a block, both directions over [blocks, values]."""
@@ -285,6 +298,7 @@ TYPES: dict[str, BlockType] = {
     "Q4_K": BlockType(12, 256, 144, _q4_k, _d4_k),
     "Q5_K": BlockType(13, 256, 176, _q5_k, _d5_k),
     "Q6_K": BlockType(14, 256, 210, _q6_k, _d6_k),
+    "IQ4_NL": BlockType(20, 32, 18, _qi4_nl, _di4_nl),
     "BF16": BlockType(30, 1, 2, _q_bf16, _d_bf16),
 }
 _BY_NUMBER = {t.number: name for name, t in TYPES.items()}

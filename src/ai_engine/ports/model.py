@@ -25,6 +25,7 @@ class DType(StrEnum):
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
+    IQ4_NL = "IQ4_NL"
 
 
 BLOCK: dict[DType, tuple[int, int]] = {
@@ -39,6 +40,7 @@ BLOCK: dict[DType, tuple[int, int]] = {
     DType.Q4_K: (256, 144),
     DType.Q5_K: (256, 176),
     DType.Q6_K: (256, 210),
+    DType.IQ4_NL: (32, 18),
 }
 """Elements and bytes of one block, as ggml lays it out along a row."""
 
@@ -52,6 +54,7 @@ SCALE_OFFSETS: dict[DType, tuple[int, ...]] = {
     DType.Q4_K: (0, 2),
     DType.Q5_K: (0, 2),
     DType.Q6_K: (208,),
+    DType.IQ4_NL: (0,),
 }
 """Byte offsets of the float16 scales and mins in a block of a quantised type."""
 

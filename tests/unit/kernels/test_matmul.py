@@ -144,7 +144,7 @@ def test_extreme_codes_do_not_saturate(rig: Rig, dtype: DType) -> None:
             weight.check(x, weight.times(x))
 
 
-@pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q8_0, DType.Q6_K])
+@pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q8_0, DType.Q6_K, DType.IQ4_NL])
 def test_avx_vnni_without_avx512(dtype: DType) -> None:
     """vpdpbusd on eight lanes, where this machine has it."""
     features = llvm.get_host_cpu_features()
@@ -251,7 +251,7 @@ def test_foreign_targets_compile(target: str) -> None:
     """In a child process: an instruction that LLVM cannot select aborts."""
     script = (
         "from ai_engine.kernels.cpu import build, lang, matmul; "
-        "kernels = [d for d in matmul.KERNELS if d.name.endswith(('q4_0', 'q5_1', 'q8_0', 'q4_k', 'q6_k', '16'))]; "
+        "kernels = [d for d in matmul.KERNELS if d.name.endswith(('q4_0', 'q5_1', 'q8_0', 'q4_k', 'q6_k', 'iq4_nl', '16'))]; "
         f"print(build.assembly(kernels, lang.TARGETS[{target!r}]).count('sdot'))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)

@@ -12,7 +12,7 @@ from ai_engine.kernels.cpu.lang import TARGETS, Kernel, KernelDef, Record, Value
 from ai_engine.kernels.cpu.matmul import emit_dequantize_row
 from ai_engine.kernels.cpu.pack import PackedLayout, pack_rows, packed_bytes, row_block
 from ai_engine.ports.kernels import WeightSpec
-from ai_engine.ports.model import BLOCK, DType, row_bytes
+from ai_engine.ports.model import BLOCK, SCALE_OFFSETS, DType, row_bytes
 from tests.golden import tiny_gguf
 from tests.unit.kernels.rig import Rig, aligned
 
@@ -44,7 +44,7 @@ def test_dequantize_takes_any_bits(dtype: DType) -> None:
     """Codes of every value, scales of every sign: random bytes with finite f16 scales."""
     raw = np.random.default_rng(1).integers(0, 256, (3, row_bytes(dtype, 512)), dtype=np.uint8)
     blocks = raw.reshape(-1, BLOCK[dtype][1])
-    for at in (208,) if dtype is DType.Q6_K else (0, 2) if dtype not in (DType.Q4_0, DType.Q5_0, DType.Q8_0) else (0,):
+    for at in SCALE_OFFSETS[dtype]:
         blocks[:, at + 1] &= 0xBF  # exponent below 16
     assert np.array_equal(formats.dequantize(dtype, raw), tiny_gguf.dequantize(raw, dtype.value))
 

@@ -15,6 +15,7 @@ Every format is value = scale * (q - offset) - min per group of 16 or 32 columns
     Q4_K       4     32     0       6-bit scale and min               d, dmin f16
     Q5_K       4+1   32     0       6-bit scale and min               d, dmin f16
     Q6_K       4+2   16     32      s8 scale                          d f16
+    IQ4_NL     4     32     -       d f16 (value = d * CODEBOOK[q])
 """
 
 from __future__ import annotations
@@ -39,8 +40,14 @@ QUANTISED = (
     DType.Q4_K,
     DType.Q5_K,
     DType.Q6_K,
+    DType.IQ4_NL,
 )
 """Types whose matmul takes "act" inputs; F32, F16 and BF16 take f32."""
+
+CODEBOOK: dict[DType, tuple[int, ...]] = {
+    DType.IQ4_NL: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+}
+"""Where a code stands for an entry of a table (ggml's) and not for a number."""
 
 
 def _half(blocks: U8, at: int) -> F32:
@@ -85,7 +92,7 @@ def codes(dtype: DType, raw: U8) -> npt.NDArray[np.uint8]:
     elements, size = BLOCK[dtype]
     blocks = np.ascontiguousarray(raw).reshape(raw.shape[0], -1, size)
     match dtype:
-        case DType.Q4_0:
+        case DType.Q4_0 | DType.IQ4_NL:
             q = _nibbles(blocks[..., 2:])
         case DType.Q4_1:
             q = _nibbles(blocks[..., 4:])
@@ -136,6 +143,8 @@ def dequantize(dtype: DType, raw: U8) -> F32:
             values = q.astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
         case DType.Q8_0:
             values = q.view(np.int8).astype(np.float32) * _half(blocks, 0)
+        case DType.IQ4_NL:
+            values = np.array(CODEBOOK[dtype], np.float32)[q] * _half(blocks, 0)
         case DType.Q4_K | DType.Q5_K:
             values = _k_values(blocks, q.reshape(*blocks.shape[:2], 8, 32))
         case DType.Q6_K:

@@ -18,7 +18,7 @@ the thread. Where K is cut for the cache (AVX2) accumulators start from memory.
 Three ways to an exact sum, by target:
     vnni      vpdpbusd on u8 x s8; an offset of 128 is undone by starting from the record's ``offset``
     maddubs   AVX2's vpmaddubsw: i16 sums of pairs, added in i16 as far as they fit (4-bit: all eight, at most 30,480;
-              5-bit: four, 31,496; 6-bit: two, 32,004), then vpmaddwd; Q8_0 moves the weight's sign to x
+              5-bit: four, 31,496; 6-bit: two, 32,004), then vpmaddwd; signed weights move their sign to x
     sdot      NEON's s8 x s8
 
 AMX was tried and left out. Sums must leave the tile registers after every 32 columns to meet their scales, and vector
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ai_engine.kernels.cpu import abi
-from ai_engine.kernels.cpu.formats import GROUP, QUANTISED, ActLayout
+from ai_engine.kernels.cpu.formats import CODEBOOK, GROUP, QUANTISED, ActLayout
 from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Number, Record, Target, Value, Var
 from ai_engine.kernels.cpu.pack import PackedLayout
 from ai_engine.ports.kernels import WeightSpec
@@ -116,12 +116,17 @@ class Format:
         return self.dtype in (DType.Q4_1, DType.Q5_1, DType.Q4_K, DType.Q5_K)
 
     @property
+    def signed(self) -> bool:
+        """Codes are signed bytes, as stored or from a codebook; on vnni they are taken 128 larger."""
+        return self.dtype is DType.Q8_0 or self.dtype in CODEBOOK
+
+    @property
     def offset(self) -> int:
-        return {DType.Q4_0: 8, DType.Q5_0: 16, DType.Q8_0: 128, DType.Q6_K: 32}.get(self.dtype, 0)
+        return 128 if self.signed else {DType.Q4_0: 8, DType.Q5_0: 16, DType.Q6_K: 32}.get(self.dtype, 0)
 
     @property
     def bits(self) -> int:
-        return {"4": 4, "5": 5, "6": 6, "8": 8}[self.dtype.value[1]]
+        return int(self.dtype.value.removeprefix("I")[1])
 
     @property
     def shift(self) -> int:
@@ -157,8 +162,26 @@ def _nibble_pair(k: Kernel, f: Format, body: Value, i: int, shift: int) -> tuple
     return low, high
 
 
+def _look_up(k: Kernel, f: Format, index: Value, plus: int = 0) -> Value:
+    """The codebook's entry, plus ``plus`` modulo 256, for each byte 0..15 of i8 vectors."""
+    table = [(entry + plus + 128) % 256 - 128 for entry in CODEBOOK[f.dtype]]
+    return k.shuffle_bytes(k.const_vec("i8", table * (index.lanes // 16)), index)
+
+
+def _signed_codes(k: Kernel, f: Format, body: Value) -> Iterator[tuple[int, Value]]:
+    """(j, i8 codes of columns 4j..) of a signed format, each made when it is asked for."""
+    n = k.lanes
+    if f.dtype is DType.Q8_0:
+        for j in range(8):
+            yield j, k.load(body + 4 * n * j, "i8", 4 * n)
+        return
+    for i in range(4):
+        for h, index in enumerate(_nibble_pair(k, f, body, i, 0)):
+            yield 4 * h + i, _look_up(k, f, index.bitcast("i8"))
+
+
 def _codes(k: Kernel, f: Format, body: Value, mode: str) -> list[Value]:
-    """All eight code vectors, i8: unsigned for vnni and maddubs (Q8_0 on maddubs: signed), signed for sdot."""
+    """All eight code vectors, i8, for a four-way dot product: unsigned for vnni, signed for sdot."""
     n = k.lanes
     if f.dtype is DType.Q8_0:
         words = [k.load(body + 4 * n * j, "i32", n) for j in range(8)]
@@ -167,6 +190,8 @@ def _codes(k: Kernel, f: Format, body: Value, mode: str) -> list[Value]:
         return [w.bitcast("i8") for w in words]
     pairs = [_nibble_pair(k, f, body, i, f.shift if mode == "vnni" else 0) for i in range(4)]
     codes = [pair[0].bitcast("i8") for pair in pairs] + [pair[1].bitcast("i8") for pair in pairs]
+    if f.dtype in CODEBOOK:
+        return [_look_up(k, f, c, 128 if mode == "vnni" else 0) for c in codes]
     if mode == "sdot" and f.offset:
         codes = [c - f.offset for c in codes]
     return codes
@@ -322,10 +347,9 @@ def _maddubs_group(
     for r, body in enumerate(bodies):
         totals: list[Value] = []
         s: Scales | None = None
-        if f.dtype is DType.Q8_0:
+        if f.signed:
             totals = [k.i32(0, n)] * count
-            for j in range(8):
-                w = k.load(body + 4 * n * j, "i8", 4 * n)
+            for j, w in _signed_codes(k, f, body):
                 size = k.abs(w)
                 for c in range(count):
                     x = k.sign_i8(tokens.dword(c, j), w)
@@ -604,10 +628,12 @@ def _column_of_weights(k: Kernel, f: Format, w: Value, column: Value) -> Value:
         code = (code << k.splat(field("shift"), n)).ashr(24)
     else:
         code = code.lshr(k.splat(field("shift"), n)) & 15
+    if f.dtype in CODEBOOK:
+        code = (_look_up(k, f, code.bitcast("i8")).bitcast("i32") << 24).ashr(24)
     if f.bits in (5, 6):
         high = k.load(at("high"), "i32", n).lshr(k.splat(field("high_shift"), n))
         code |= (high & (1 if f.bits == 5 else 3)) << 4
-    if f.offset and f.dtype is not DType.Q8_0:
+    if f.offset and not f.signed:
         code = code - f.offset
     step = _half(k, at("step"))
     if f.k_quant:
@@ -827,7 +853,7 @@ def emit_dequantize_row(
         body = head + body_offset + g * layout.body_step + lane * 4
         for h, q in enumerate(_row_codes(k, f, body)):
             step, low = _row_scales(k, f, head, g, lane, h)
-            offset = 0 if dtype is DType.Q8_0 else f.offset
+            offset = 0 if f.signed else f.offset
             value = (q - offset if offset else q).to_f32() * step
             store((g << 5) + 16 * h, value if low is None else value + low)
 
@@ -857,7 +883,10 @@ def _row_codes(k: Kernel, f: Format, body: Value) -> tuple[Value, Value]:
             part | ((k.splat(k.load(body + stride * h, "i32"), 4) << left).lshr(right) & _dwords(k, 0x30))
             for h, part in enumerate((low, high))
         )
-    return low.bitcast("i8").zext("i32"), high.bitcast("i8").zext("i32")
+    low, high = low.bitcast("i8"), high.bitcast("i8")
+    if f.dtype in CODEBOOK:
+        return _look_up(k, f, low).sext("i32"), _look_up(k, f, high).sext("i32")
+    return low.zext("i32"), high.zext("i32")
 
 
 def _row_scales(k: Kernel, f: Format, head: Value, g: Value, lane: Value, h: int) -> tuple[Value, Value | None]:

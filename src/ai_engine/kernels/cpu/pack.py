@@ -19,6 +19,7 @@ vector load of codes crosses a cache line. L = lanes, per 32 columns unless stat
     Q4_K (256)   L f16 d, L f16 dmin, 8 x (L u8 scale, L u8 min)    8 x [4 x L nibble dwords]
     Q5_K (256)   the same                                           8 x [L fifth-bit dwords, 4 x L nibble dwords]
     Q6_K (256)   L f16 d, 8 x (L s8, L s8 scales of 16 columns)     8 x [2 x L two-bit dwords, 4 x L nibble dwords]
+    IQ4_NL       L f16 d                                            4 x L nibble dwords
 
 Nibble dword i holds columns 4i..4i+3 low and 16+4i..16+4i+3 high, as ggml's 32-blocks do; K-quants are brought to
 the same shape. Fifth bits: byte b of the dword has the bit of column 4g + b at position g. Two-bit dword h has the bits
@@ -79,7 +80,7 @@ class PackedLayout:
     def head_unit(self) -> int:
         """Bytes of head per lane and ``head_cols`` columns."""
         match self.dtype:
-            case DType.Q4_0 | DType.Q5_0 | DType.Q8_0:
+            case DType.Q4_0 | DType.Q5_0 | DType.Q8_0 | DType.IQ4_NL:
                 return 2
             case DType.Q4_1 | DType.Q5_1:
                 return 4
@@ -101,7 +102,7 @@ class PackedLayout:
                 return 4
             case DType.F16 | DType.BF16:
                 return 2
-            case DType.Q4_0 | DType.Q4_1 | DType.Q4_K:
+            case DType.Q4_0 | DType.Q4_1 | DType.Q4_K | DType.IQ4_NL:
                 return 16
             case DType.Q5_0 | DType.Q5_1 | DType.Q5_K:
                 return 20
