@@ -21,6 +21,7 @@ from ai_engine.hardware.team import NativeTeam
 from ai_engine.kernels.cpu import attention, build, sample
 from ai_engine.kernels.cpu.executor import Harness
 from ai_engine.kernels.cpu.formats import ActLayout
+from ai_engine.kernels.cpu.kv import KvLayout, kv_lanes
 from ai_engine.kernels.cpu.lang import TARGETS, Target
 from ai_engine.ports.kernels import KvShape
 
@@ -75,7 +76,7 @@ def attention_case(
     """(one call, GFLOP, GB)."""
     rng = np.random.default_rng(0)
     shape = KvShape(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, page_tokens=32)
-    layout = attention.KvLayout.of(shape, attention.kv_lanes(target))
+    layout = KvLayout.of(shape, kv_lanes(target))
     pages = -(-max(end for _, end in spans) // 32)
     kv = aligned(len(spans) * pages * layout.page_bytes)
     kv.view(np.float16)[:] = rng.standard_normal(kv.size // 2, dtype=np.float32)

@@ -109,6 +109,7 @@ def engine_options(config: EngineConfig, eos_ids: frozenset[int] = frozenset()) 
         max_seqs=config.max_seqs,
         max_step_tokens=config.max_step_tokens,
         kv_memory=config.kv_memory,
+        kv_type=config.kv_type,
         page_tokens=config.page_tokens,
         eviction=config.eviction,
         prefix_cache=config.prefix_cache,

@@ -29,6 +29,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: Annotated[
         int, Meta(description="bytes for KV pages; 0: 8 requests at max_context, at most a quarter of free memory")
     ] = 0
+    kv_type: Annotated[
+        Literal["f16", "int8"],
+        Meta(description="how keys and values are kept; int8: half the memory, answers a little less exact"),
+    ] = "f16"
     page_tokens: Annotated[int, Meta(description="tokens in a KV page (32 or 64)")] = 32
     eviction: Annotated[
         Literal["lru", "fifo", "hybrid"], Meta(description="which cached prefix page is given up first")

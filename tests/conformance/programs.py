@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +120,7 @@ class Session:
     max_tokens: int = 64
     max_seqs: int = 8
     page_tokens: int = 32
+    kv_type: Literal["f16", "int8"] = "f16"
     pages: dict[int, list[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     _calls: list[Call] = field(default_factory=list)
@@ -133,6 +134,7 @@ class Session:
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             page_tokens=self.page_tokens,
+            dtype=self.kv_type,
         )
         self._page_bytes = self.kernels.kv_page_bytes(kv_shape)
         self._pages_per_seq = -(-model.max_context // self.page_tokens)
@@ -145,7 +147,9 @@ class Session:
                 "global": model.rope_table(config.rope_base),
                 "local": model.rope_table(config.rope_base_local),
             },
-            kv=aligned(num_pages * self._page_bytes, fill=0xFF),  # f16 NaNs: whoever reads a stale key shows it
+            kv=aligned(
+                num_pages * self._page_bytes, fill=0xFF
+            ),  # NaNs (f16, or of int8 the scales): whoever reads a stale key shows it
             kv_shape=kv_shape,
             activations=aligned(self._end),
             max_tokens=self.max_tokens,

@@ -42,19 +42,25 @@ def mixed(name: str) -> DType:
     )
 
 
-CASES: list[tuple[str, dict[str, Any], Any]] = [
+CASES: list[tuple[str, dict[str, Any], Any]] = [  # "kv_type" among the sizes is the session's
     ("llama", {}, lambda name: DType.F32),
     ("llama", {"tie_word_embeddings": False}, mixed),
     ("qwen2", {}, lambda name: DType.Q8_0),
     ("qwen3", {}, lambda name: DType.BF16 if "ffn" in name else DType.F16),
     ("gemma3_text", {"heads": 4, "kv_heads": 1, "layers": 7}, mixed),
+    ("llama", {"kv_type": "int8"}, lambda name: DType.F32),
+    ("gemma3_text", {"heads": 4, "kv_heads": 1, "layers": 7, "kv_type": "int8"}, mixed),
 ]
 IDS_OF_CASES = ["llama-f32", "llama-mixed", "qwen2-q8_0", "qwen3-bf16-f16", "gemma3-mixed"]
+IDS_OF_CASES += ["llama-f32-int8", "gemma3-mixed-int8"]
 cases = pytest.mark.parametrize(("architecture", "sizes", "types"), CASES, ids=IDS_OF_CASES)
 
 
 def session(kernels: Kernels, architecture: str, sizes: dict[str, Any], types: Any) -> Session:
-    return Session(kernels, Model.random(architecture, **sizes), types, max_tokens=160)
+    model = {name: value for name, value in sizes.items() if name != "kv_type"}
+    return Session(
+        kernels, Model.random(architecture, **model), types, max_tokens=160, kv_type=sizes.get("kv_type", "f16")
+    )
 
 
 def conversation(s: Session) -> list[SampleOut]:

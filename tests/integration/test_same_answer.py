@@ -104,6 +104,24 @@ def test_tiny_models(target: str, architecture: str, type_name: str, folder: Pat
         check_engine(engine, asked, solo, CHUNKS)
 
 
+@pytest.mark.parametrize("target", ["auto", "avx2"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_int8_keys_and_values(target: str, architecture: str, folder: Path) -> None:
+    """As exact in any company as f16, in a bit more than half the memory, and not the same numbers."""
+    needs_target(target)
+    path = write_model(folder, architecture, "Q8_0")
+    asked = asks(8, NUM_TOKENS)
+    with engine_of(path, threads=1, target=target, kv_type="int8") as engine:
+        solo = [alone(engine, ask) for ask in asked]
+        assert_same(in_company(engine, asked, 2), solo, "batch on one thread")
+    with engine_of(path, threads=2, target=target, kv_type="int8") as engine:
+        check_engine(engine, asked, solo, CHUNKS)
+        page_bytes = engine.plan.page_bytes
+    with engine_of(path, threads=2, target=target) as engine:
+        assert page_bytes < 0.54 * engine.plan.page_bytes
+        assert [alone(engine, ask).bits for ask in asked] != [answer.bits for answer in solo]
+
+
 @pytest.mark.parametrize("threads", [3, 4])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_more_threads_than_the_work_has_parts(architecture: str, threads: int, folder: Path) -> None:

@@ -24,7 +24,6 @@ ARITY = {
 """Inputs, outputs and possible numbers of weights of each op."""
 
 _ACT_BYTES_PER_32 = 64
-_F16_BYTES = 2
 
 
 def attr_int(call: Call, name: str, default: int | None = None) -> int:
@@ -165,6 +164,11 @@ def buffer_row_bytes(type: BufferType) -> int:
     return type.cols * 4 if type.kind == "f32" else type.cols // 32 * _ACT_BYTES_PER_32
 
 
+def kv_position_bytes(shape: KvShape) -> int:
+    """Of one position's keys and values in one layer; int8 has a scale of four bytes beside each head's codes."""
+    return 2 * shape.kv_heads * (2 * shape.head_dim if shape.dtype == "f16" else shape.head_dim + 4)
+
+
 def attended_pairs(rows: int, context: int, window: int = 0) -> int:
     """(row, key) pairs that causal attention of the last ``rows`` of ``context`` positions computes."""
     pairs = 0
@@ -187,14 +191,12 @@ def cost(call: Call, weights: Mapping[str, WeightSpec], kv_shape: KvShape, step:
             used = sum(spec.rows * row_bytes(spec.dtype, spec.cols) for spec in specs) if num else 0
             return Cost(used, 0, activations, 2 * num * specs[0].rows * specs[0].cols)
         case "rope_store":
-            stored = num * 2 * kv_shape.kv_heads * kv_shape.head_dim * _F16_BYTES
-            return Cost(0, stored, activations, 6 * num * cols)
+            return Cost(0, num * kv_position_bytes(kv_shape), activations, 6 * num * cols)
         case "attention":
             heads, window = attr_int(call, "heads"), attr_int(call, "window", 0)
             seen = sum(min(context, window + n - 1) if window else context for n, context in step.sequences if n)
             pairs = sum(attended_pairs(n, context, window) for n, context in step.sequences)
-            read = seen * 2 * kv_shape.kv_heads * kv_shape.head_dim * _F16_BYTES
-            return Cost(0, read, activations, 4 * pairs * heads * kv_shape.head_dim)
+            return Cost(0, seen * kv_position_bytes(kv_shape), activations, 4 * pairs * heads * kv_shape.head_dim)
         case "gather":
             return Cost(0, 0, 2 * num * cols * 4, 0)
     per_value = {"rms_norm": 4, "rms_norm_add": 5, "quantize": 3, "add": 1, "glu": 12, "sample": 8}[call.op]

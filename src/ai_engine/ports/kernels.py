@@ -77,6 +77,8 @@ class WeightSpec(msgspec.Struct, frozen=True):
 
 
 class KvShape(msgspec.Struct, frozen=True, kw_only=True):
+    """``dtype`` int8: codes and one f32 scale for each position and head, about half the bytes of f16."""
+
     num_layers: int
     kv_heads: int
     head_dim: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -42,6 +42,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_seqs: int = 32
     max_step_tokens: int = 0
     kv_memory: int = 0
+    kv_type: Literal["f16", "int8"] = "f16"
     page_tokens: int = 32
     eviction: str = "lru"
     prefix_cache: bool = True
@@ -81,8 +82,8 @@ class EnginePlan:
     def sum_text(self) -> str:
         """One line: where the memory goes."""
         return (
-            f"weights {mib(self.weight_bytes)} + KV {mib(self.kv_bytes)} ({self.kv_tokens} tokens) "
-            f"+ activations {mib(self.lowered.activation_bytes)} + rope tables "
+            f"weights {mib(self.weight_bytes)} + KV {mib(self.kv_bytes)} ({self.kv_tokens} tokens of "
+            f"{self.kv_shape.dtype}) + activations {mib(self.lowered.activation_bytes)} + rope tables "
             f"{mib(self.rope_bytes)} = {mib(self.total_bytes)} of {mib(self.free_bytes)} free; "
             f"a request may hold {self.limits.max_context} tokens"
         )
@@ -110,6 +111,7 @@ def make_plan(
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_tokens=options.page_tokens,
+        dtype=options.kv_type,
     )
     page_bytes = kernels.kv_page_bytes(shape)
     weight_bytes = arena_offsets(graph.weights, kernels.packed_bytes)[1]

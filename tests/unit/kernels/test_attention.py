@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from ai_engine.hardware.team import NativeTeam
 from ai_engine.kernels.cpu import attention, build
-from ai_engine.kernels.cpu.attention import KERNELS, KvLayout, attention_args, kv_lanes, workspace_bytes
+from ai_engine.kernels.cpu.attention import KERNELS, attention_args, workspace_bytes
 from ai_engine.kernels.cpu.executor import Harness
 from ai_engine.kernels.cpu.formats import ActLayout
+from ai_engine.kernels.cpu.kv import KvLayout, kv_lanes
 from ai_engine.kernels.cpu.lang import AVX2, AVX512, Target
 from ai_engine.kernels.reference import ops
 from ai_engine.ports.kernels import KvShape
@@ -36,6 +37,7 @@ class Bench:
     target: Target
     threads: int
     harness: Harness
+    kv_type: Literal["f16", "int8"] = "f16"
 
     def setup(
         self, heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int], page_tokens: int = 32, seed: int = 0
@@ -43,7 +45,7 @@ class Bench:
         rng = np.random.default_rng(seed)
         self.heads, self.kv_heads, self.head_dim, self.lengths = heads, kv_heads, head_dim, lengths
         self.layer, self.page_tokens = 1, page_tokens
-        shape = KvShape(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens)
+        shape = KvShape(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, dtype=self.kv_type)
         self.layout = KvLayout.of(shape, kv_lanes(self.target))
         self.pages_per_seq = -(-max(lengths) // page_tokens) + 1
         pages = rng.permutation(len(lengths) * self.pages_per_seq).astype(np.int32)
@@ -52,22 +54,33 @@ class Bench:
         self.q, self.k, self.v = [], [], []
         for s, length in enumerate(lengths):
             self.q.append(rng.standard_normal((length, heads, head_dim)).astype(np.float32) * np.float32(1.5))
-            self.k.append(rng.standard_normal((length, kv_heads, head_dim)).astype(np.float16))
-            self.v.append(rng.standard_normal((length, kv_heads, head_dim)).astype(np.float16))
+            self.k.append(rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32))
+            self.v.append(rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32))
             self._store(s)
 
     def _store(self, s: int) -> None:
-        """Write the keys and values of a sequence where the layout says."""
-        lay, half = self.layout, self.kv.view(np.float16)
+        """Write the keys and values of a sequence where the layout says, and keep them as they read back."""
+        lay, e = self.layout, self.layout.element
         p = np.arange(self.lengths[s])
         pages, at = self.page_table[s, p // self.page_tokens].astype(np.int64), p % self.page_tokens
         dims = np.arange(self.head_dim)
         for g in range(self.kv_heads):
             base = pages * lay.page_bytes + self.layer * lay.layer_bytes + g * lay.head_bytes
-            v = (base + lay.v_offset(at, self.head_dim)) // 2
-            k = (base + lay.k_offset(at, self.head_dim, self.page_tokens, lay.lanes)) // 2
-            half[v[:, None] + dims] = self.v[s][:, g]
-            half[k[:, None] + dims * lay.lanes] = self.k[s][:, g]
+            v = (base + e.v_offset(at, self.head_dim)) // e.nbytes
+            k = (base + e.k_offset(at, self.head_dim, self.page_tokens, lay.lanes)) // e.nbytes
+            sides = (
+                (self.v[s], v[:, None] + dims, e.v_scale_offset(at, self.head_dim, self.page_tokens)),
+                (self.k[s], k[:, None] + dims * lay.lanes, e.k_scale_offset(at, self.head_dim, self.page_tokens)),
+            )
+            for x, where, scale_at in sides:
+                if not e.has_scale:
+                    self.kv.view(np.float16)[where] = x[:, g]
+                    x[:, g] = x[:, g].astype(np.float16)
+                    continue
+                q, scale = ops.quantize_kv(x[:, g])
+                self.kv.view(np.int8)[where] = q
+                self.kv.view(np.float32)[(base + scale_at) // 4] = scale
+                x[:, g] = q * scale[:, None]
 
     def run(self, spans: Sequence[tuple[int, int, int]], window: int = 0, act: bool = False) -> F32:
         """Rows of ``spans`` (sequence, first position, end), in that order: f32[T, heads * head_dim]."""
@@ -114,7 +127,18 @@ class Bench:
 
     def expected(self, spans: Sequence[tuple[int, int, int]], window: int = 0) -> F32:
         """The reference's rows; kept, as the data depend on the sizes alone and not on the target."""
-        key = str((self.heads, self.kv_heads, self.head_dim, self.lengths, float(self.q[0][0, 0, 0]), spans, window))
+        key = str(
+            (
+                self.kv_type,
+                self.heads,
+                self.kv_heads,
+                self.head_dim,
+                self.lengths,
+                float(self.q[0][0, 0, 0]),
+                spans,
+                window,
+            )
+        )
         if key not in _EXPECTED:
             _EXPECTED[key] = self._expected(spans, window)
         return _EXPECTED[key]
@@ -122,21 +146,21 @@ class Bench:
     def _expected(self, spans: Sequence[tuple[int, int, int]], window: int) -> F32:
         out = []
         for s, first, end in spans:
-            k, v = self.k[s][:end].astype(np.float32), self.v[s][:end].astype(np.float32)
+            k, v = self.k[s][:end], self.v[s][:end]
             positions = np.arange(first, end, dtype=np.int32)
             out.append(ops.attention(self.q[s][first:end], k, v, positions, self.head_dim**-0.5, window))
         return np.concatenate(out)
 
 
-CASES = [(t, n) for t in RUNNABLE for n in (1, 3)]
+CASES = [(t, n, kind) for t in RUNNABLE for n, kind in ((1, "f16"), (3, "f16"), (1, "int8"), (3, "int8"))]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0].name}-{p[1]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0].name}-{p[1]}-{p[2]}")
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    target, threads = request.param
+    target, threads, kv_type = request.param
     team = NativeTeam(threads) if threads > 1 else None
     harness = Harness(KERNELS, target, team)
-    yield Bench(target, threads, harness)
+    yield Bench(target, threads, harness, kv_type)
     harness.close()
     if team:
         team.close()
@@ -215,15 +239,15 @@ def test_nan_shows_in_its_row_alone(bench: Bench) -> None:
     assert np.isfinite(out).all(axis=1).tolist() == [True] * 10 + [False] * 10 + [True] * 10 + [False] + [True] * 9
 
 
-_BITS: dict[tuple[str, int], F32] = {}
-"""Rows of a case by target and window: equal for every number of threads."""
+_BITS: dict[tuple[str, str, int], F32] = {}
+"""Rows of a case by target, kind of page and window: equal for every number of threads."""
 
 
 @pytest.mark.parametrize("window", [0, 100])
 def test_bits_do_not_depend_on_company(bench: Bench, window: int) -> None:
     bench.setup(6, 2, 48, [700, 40, 300])
     whole = bench.run([(0, 0, 700)], window)
-    np.testing.assert_array_equal(_BITS.setdefault((bench.target.name, window), whole), whole)
+    np.testing.assert_array_equal(_BITS.setdefault((bench.target.name, bench.kv_type, window), whole), whole)
     for size in (1, 2, 3, 5, 7, 13, 64):
         for first in (0, 250, 255, 511, 700 - size):
             end = first + size

@@ -13,9 +13,9 @@ import pytest
 
 from ai_engine.hardware.team import NativeTeam
 from ai_engine.kernels.cpu import build, elementwise, pack
-from ai_engine.kernels.cpu.attention import KvLayout
 from ai_engine.kernels.cpu.executor import Harness
 from ai_engine.kernels.cpu.formats import ActLayout, dequantize
+from ai_engine.kernels.cpu.kv import KvLayout
 from ai_engine.kernels.cpu.lang import AVX2, AVX512
 from ai_engine.kernels.reference import ops
 from ai_engine.ports.kernels import KvShape, WeightSpec
@@ -178,10 +178,13 @@ def test_embed(machine: Machine, dtype: DType) -> None:
     np.testing.assert_array_equal(out, dequantize(dtype, raw)[ids] * np.float32(1.5))
 
 
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "pairs"), [(4, 2, 64, 32), (3, 1, 40, 20), (2, 2, 16, 4)])
-def test_rope_store(machine: Machine, heads: int, kv_heads: int, head_dim: int, pairs: int, with_norm: bool) -> None:
-    shape = KvShape(num_layers=3, kv_heads=kv_heads, head_dim=head_dim, page_tokens=32)
+def test_rope_store(
+    machine: Machine, heads: int, kv_heads: int, head_dim: int, pairs: int, with_norm: bool, kv_type: Any
+) -> None:
+    shape = KvShape(num_layers=3, kv_heads=kv_heads, head_dim=head_dim, page_tokens=32, dtype=kv_type)
     layout = KvLayout.of(shape, machine.lanes)
     layer, num_pages = 1, 7
     # two sequences: positions 30..36 across a page boundary, and 5 alone
@@ -199,7 +202,8 @@ def test_rope_store(machine: Machine, heads: int, kv_heads: int, head_dim: int, 
     header = {"T": rows, "S": 2, "positions": positions.ctypes.data, "row_seq": row_seq.ctypes.data,
               "page_table": page_table.ctypes.data, "page_stride": 2}  # fmt: skip
     machine.run(
-        "rope_store_norm" if with_norm else "rope_store", header, both, x=x, heads=heads, kv_heads=kv_heads,
+        f"rope_store{'_norm' if with_norm else ''}{layout.element.suffix}", header, both, x=x, heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim, table=table, pairs=pairs, kv=pages.ctypes.data + layer * layout.layer_bytes,
         page_bytes=layout.page_bytes, page_tokens=32, q_norm=norms[0], k_norm=norms[1], eps=1e-6,
     )  # fmt: skip
@@ -210,20 +214,30 @@ def test_rope_store(machine: Machine, heads: int, kv_heads: int, head_dim: int, 
     angles = table[positions]
     expected = np.concatenate([ops.rope(q, angles), ops.rope(key, angles), value], axis=1)
     close(x.reshape(expected.shape), expected)
-    halves = pages.view(np.float16)
-    written = np.zeros(halves.shape, bool)
+    e = layout.element
+    codes, scales = pages.view(np.int8 if e.has_scale else np.float16), pages.view(np.float32)
+    written = np.zeros(pages.shape, bool)
     for t, position in enumerate(positions):
         page, token = page_table[row_seq[t], position // 32], int(position) % 32
         for g in range(kv_heads):
             block = page * layout.page_bytes + layer * layout.layer_bytes + g * layout.head_bytes
-            first = (block + layout.k_offset(token, head_dim, 32, machine.lanes)) // 2
+            first = (block + e.k_offset(token, head_dim, 32, machine.lanes)) // e.nbytes
             at_k = first + np.arange(head_dim) * machine.lanes
-            at_v = (block + layout.v_offset(token, head_dim)) // 2 + np.arange(head_dim)
-            rotated = x.reshape(expected.shape)[t, heads + g].astype(np.float16)
-            np.testing.assert_array_equal(halves[at_k], rotated)
-            np.testing.assert_array_equal(halves[at_v], value[t, g].astype(np.float16))
-            written[at_k] = written[at_v] = True
-    assert not halves[~written].any()
+            at_v = (block + e.v_offset(token, head_dim)) // e.nbytes + np.arange(head_dim)
+            rotated = x.reshape(expected.shape)[t, heads + g]
+            for row, at, scale_at in (
+                (rotated, at_k, e.k_scale_offset(token, head_dim, 32)), (value[t, g], at_v,
+                e.v_scale_offset(token, head_dim, 32)),
+            ):  # fmt: skip
+                written.reshape(-1, e.nbytes)[at] = True
+                if e.has_scale:
+                    expected_codes, scale = ops.quantize_kv(row)
+                    np.testing.assert_array_equal(codes[at], expected_codes)
+                    assert scales[(block + scale_at) // 4] == scale
+                    written[block + scale_at : block + scale_at + 4] = True
+                else:
+                    np.testing.assert_array_equal(codes[at], row.astype(np.float16))
+    assert not pages[~written].any()
 
 
 def test_foreign_target_compiles() -> None:

@@ -1,88 +1,23 @@
-"""The KV page layout and the attention kernel.
+"""Causal softmax attention over pages, for decoding, prefill and mixed rows alike.
 
-Owns where a key and a value lie in a page, and causal softmax attention over pages. Does not own who has which page
-(the runtime's), nor the rotation and storing of k and v (elementwise's ``rope_store``, which asks this file for
-addresses).
+Owns the tiles, the order of sums and the split of long contexts over threads; one kernel per kind of page (f16, int8).
+Does not own where a key and a value lie (kv.py), who has which page (the runtime's), nor the rotation and storing of k
+and v (elementwise's ``rope_store``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ai_engine.kernels.cpu import abi
 from ai_engine.kernels.cpu.formats import GROUP
-from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Target, Value, Var, kernel
+from ai_engine.kernels.cpu.kv import F16, INT8, KvElement, KvLayout
+from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Record, Target, Value, Var
 from ai_engine.kernels.cpu.quantize import act_record, emit_quantize_group
-from ai_engine.ports.kernels import KvShape
-
-ELEMENT_BYTES = 2  # f16
-
-
-@dataclass(frozen=True)
-class KvLayout:
-    """Where things lie in a KV page; all offsets and strides are bytes.
-
-    A page holds ``page_tokens`` consecutive positions of one sequence, all layers: for each layer, for each kv head,
-    one *head block* of V f16[page_tokens][head_dim] and then K f16[page_tokens / lanes][head_dim][lanes]. So one key
-    vector register holds one dim of ``lanes`` consecutive positions, and one value register ``lanes`` dims of one
-    position. V stands first so that a whole-register load at the end of a V row stays within the head block.
-
-    Everything but ``lanes`` and ``ELEMENT_BYTES`` may be a run-time value in a kernel: the methods below are static
-    and use only ``+``, ``*``, ``//`` and ``%`` (the latter two by ``lanes``, a power of two), so that they serve
-    Python integers and values of the kernel language alike.
-    """
-
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    page_tokens: int
-    lanes: int
-
-    @staticmethod
-    def of(shape: KvShape, lanes: int) -> KvLayout:
-        assert shape.dtype == "f16", shape
-        assert shape.page_tokens % 32 == 0, f"pages hold whole blocks of 32 positions, not {shape.page_tokens}"
-        assert shape.head_dim % 8 == 0, shape
-        return KvLayout(shape.num_layers, shape.kv_heads, shape.head_dim, shape.page_tokens, lanes)
-
-    @property
-    def head_bytes(self) -> int:
-        return int(self.head_block_bytes(self.page_tokens, self.head_dim))
-
-    @property
-    def layer_bytes(self) -> int:
-        return self.kv_heads * self.head_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        return self.num_layers * self.layer_bytes
-
-    @staticmethod
-    def head_block_bytes(page_tokens: Any, head_dim: Any) -> Any:
-        """Bytes of a head block; head block (layer, g) starts at ``(layer * kv_heads + g)`` times this in the page."""
-        return page_tokens * head_dim * (2 * ELEMENT_BYTES)
-
-    @staticmethod
-    def v_offset(token: Any, head_dim: Any) -> Any:
-        """Offset in the head block of the value row of the page's ``token``-th position; its dims are contiguous."""
-        return token * head_dim * ELEMENT_BYTES
-
-    @staticmethod
-    def k_offset(token: Any, head_dim: Any, page_tokens: Any, lanes: int) -> Any:
-        """Offset in the head block of dim 0 of the key of ``token``; dims are ``lanes * ELEMENT_BYTES`` apart."""
-        group = token // lanes
-        return (page_tokens + group * lanes) * head_dim * ELEMENT_BYTES + (token % lanes) * ELEMENT_BYTES
-
-
-def kv_lanes(target: Target) -> int:
-    """Positions in one key register: KvLayout's ``lanes`` for a target."""
-    return max(8, target.lanes)
-
 
 # --- the kernel ------------------------------------------------------------------------------------------------------
 #
@@ -96,7 +31,8 @@ def kv_lanes(target: Target) -> int:
 #
 # The fold starts from (LOWEST, 0, 0). A chunk in which a row sees nothing gives (LOWEST, 0, 0), which changes no bit,
 # so it does not matter whom a row shares its tile with. Scores sum over dims, values over positions, one at a time in
-# ascending order; so a row's output depends on nothing but its query and its keys.
+# ascending order; so a row's output depends on nothing but its query and its keys. Of int8 pages, a score is multiplied
+# by its key's scale after the sum over dims, and a weight by its value's scale after the sum l.
 #
 # A sequence with few tiles and several chunks is *split*: any thread may take one chunk of a tile and stores the
 # partials in the workspace; the fold follows when all are there. Whether a sequence is split changes no bit either.
@@ -194,7 +130,7 @@ def attention_args(
     partials = partial_bytes(target, **sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     cols = heads * head_dim
     assert not out_is_act or cols % GROUP == 0, cols
-    return attention.name, attention.args.pack(
+    return f"attention{layout.element.suffix}", ARGS.pack(
         qkv=qkv,
         qkv_stride=qkv_stride or 4 * (heads + 2 * kv_heads) * head_dim,
         out=out,
@@ -215,25 +151,25 @@ def attention_args(
     )
 
 
-_FIELDS = {
-    "qkv": "ptr",
-    "qkv_stride": "i64",
-    "out": "ptr",  # act records, or the same as rows
-    "is_act": "i64",
-    "rows": "ptr",  # f32[T, heads * head_dim]: the output, or what is quantised into it
-    "rows_stride": "i64",
-    "partials": "ptr",
-    "partial_bytes": "i64",
-    "kv": "ptr",  # this layer's part of page 0
-    "page_bytes": "i64",
-    "head_bytes": "i64",
-    "page_tokens": "i64",
-    "head_dim": "i64",
-    "kv_heads": "i64",
-    "group": "i64",
-    "scale": "f32",
-    "window": "i64",
-}
+ARGS = Record(
+    qkv="ptr",
+    qkv_stride="i64",
+    out="ptr",  # act records, or the same as rows
+    is_act="i64",
+    rows="ptr",  # f32[T, heads * head_dim]: the output, or what is quantised into it
+    rows_stride="i64",
+    partials="ptr",
+    partial_bytes="i64",
+    kv="ptr",  # this layer's part of page 0
+    page_bytes="i64",
+    head_bytes="i64",
+    page_tokens="i64",
+    head_dim="i64",
+    kv_heads="i64",
+    group="i64",
+    scale="f32",
+    window="i64",
+)
 
 
 def _outer(
@@ -259,14 +195,16 @@ def _outer(
                 sums[m][v].v = k.fma(held[m], x, sums[m][v].v)
 
 
-def _emit_scores(rows: int) -> Callable[..., None]:
-    """scores[m][p] = sum_d q[m][d] k[d][p] for ``rows`` pairs and the BLOCK positions at ``keys``. ``ahead``: blocks of
-    keys or values to fetch into the second-level cache meanwhile, a line per dim."""
+def _emit_scores(e: KvElement, rows: int) -> Callable[..., None]:
+    """scores[m][p] = sum_d q[m][d] k[d][p] (* scales[p]) for ``rows`` pairs and the BLOCK positions at ``keys``.
+    ``ahead``: blocks of keys or values to fetch into the second-level cache meanwhile."""
 
-    def emit(k: Kernel, keys: Value, q: Value, q_stride: Value, scores: Value, head_dim: Value, *ahead: Value) -> None:
+    def emit(
+        k: Kernel, keys: Value, scales: Value, q: Value, q_stride: Value, scores: Value, head_dim: Value, *ahead: Value
+    ) -> None:
         t = tiling(k.target)
         lanes, registers = t.lanes, t.score_registers[rows]
-        group_bytes = head_dim * (lanes * ELEMENT_BYTES)
+        group_bytes = head_dim * (lanes * e.nbytes)
         q_rows = [q + q_stride * m for m in range(rows)]
         for first in range(0, BLOCK // lanes, registers):
             groups = [keys + group_bytes * (first + v) for v in range(registers)]
@@ -274,24 +212,27 @@ def _emit_scores(rows: int) -> Callable[..., None]:
             with k.loop(0, head_dim, 4) as d:
                 for u in range(4):
                     dim = d + u
-                    for start in ahead if first == 0 else ():
-                        k.prefetch(start + dim * (BLOCK * ELEMENT_BYTES), L2)
+                    for start in ahead if first == 0 and u * BLOCK * e.nbytes % 64 == 0 else ():
+                        k.prefetch(start + dim * (BLOCK * e.nbytes), L2)
 
                     def query(m: int, dim: Value = dim) -> Value:
                         return k.splat(k.load(q_rows[m] + dim * 4, "f32"), lanes)
 
                     def key(v: int, dim: Value = dim, groups: list[Value] = groups) -> Value:
-                        return k.load(groups[v] + dim * (lanes * ELEMENT_BYTES), "f16", lanes).to_f32()
+                        return e.load(k, groups[v] + dim * (lanes * e.nbytes), lanes)
 
                     _outer(k, rows, registers, query, key, sums)
             for m in range(rows):
                 for v in range(registers):
-                    k.store(scores + 4 * (m * CHUNK + (first + v) * lanes), sums[m][v].v)
+                    score = sums[m][v].v
+                    if e.has_scale:
+                        score = score * k.load(scales + 4 * (first + v) * lanes, "f32", lanes)
+                    k.store(scores + 4 * (m * CHUNK + (first + v) * lanes), score)
 
     return emit
 
 
-def _emit_values(rows: int) -> Callable[..., None]:
+def _emit_values(e: KvElement, rows: int) -> Callable[..., None]:
     """o[m][d] = sum over positions first <= p < last of the chunk, ascending, of weights[m][p] v[p][d]. ``blocks``: the
     address of the V rows of each BLOCK positions."""
 
@@ -300,7 +241,7 @@ def _emit_values(rows: int) -> Callable[..., None]:
     ) -> None:
         t = tiling(k.target)
         lanes = t.lanes
-        row_bytes = head_dim * ELEMENT_BYTES
+        row_bytes = head_dim * e.nbytes
         o_rows = [o + o_stride * m for m in range(rows)]
 
         def columns(start: Value, stop: Value, registers: int) -> None:
@@ -308,7 +249,7 @@ def _emit_values(rows: int) -> Callable[..., None]:
                 sums = [[k.var(k.f32(0, lanes)) for _ in range(registers)] for _ in range(rows)]
                 with k.loop(first // BLOCK, (last + (BLOCK - 1)) // BLOCK) as block:
                     begin = block * BLOCK
-                    v_rows = k.load(blocks + block * 8, "ptr") + (column * ELEMENT_BYTES - begin * row_bytes)
+                    v_rows = k.load(blocks + block * 8, "ptr") + (column * e.nbytes - begin * row_bytes)
                     with k.loop(k.max(first, begin), k.min(last, begin + BLOCK)) as p:
                         here = v_rows + p * row_bytes
 
@@ -316,7 +257,7 @@ def _emit_values(rows: int) -> Callable[..., None]:
                             return k.splat(k.load(weights + (p * 4 + 4 * CHUNK * m), "f32"), lanes)
 
                         def value(v: int, here: Value = here) -> Value:
-                            return k.load(here + v * lanes * ELEMENT_BYTES, "f16", lanes).to_f32()
+                            return e.load(k, here + v * lanes * e.nbytes, lanes)
 
                         _outer(k, rows, registers, weight, value, sums)
                 for m in range(rows):
@@ -344,9 +285,11 @@ def _exp_not_positive(k: Kernel, x: Value) -> Value:
     return k.select(x < -87.0, 0.0, (p.bitcast("i32") + (n.bitcast("i32") << 23)).bitcast("f32"))
 
 
-def _emit_softmax(k: Kernel, scores: Value, first: Value, last: Value, low: Value, high: Value, partial: Value) -> None:
+def _emit_softmax(
+    k: Kernel, scores: Value, first: Value, last: Value, low: Value, high: Value, partial: Value, *scales: Value
+) -> None:
     """scores[p] = exp(scores[p] - m) for low <= p < high, 0 elsewhere in the whole registers of first..last;
-    partial[0], partial[1] = m, sum."""
+    partial[0], partial[1] = m, sum. With ``scales`` the weights, not the sum, are multiplied by the scale of p."""
     lanes = tiling(k.target).lanes
     start = first - first % lanes
     s = k.array(scores, "f32")
@@ -366,8 +309,8 @@ def _emit_softmax(k: Kernel, scores: Value, first: Value, last: Value, low: Valu
     total = k.var(k.f32(0, lanes))
     with k.loop(start, last, lanes) as i:
         weight = _exp_not_positive(k, s.load(i, lanes) - m)
-        s[i] = weight
         total.v = total.v + weight
+        s[i] = weight * k.array(scales[0], "f32").load(i, lanes) if scales else weight
     out = k.array(partial, "f32")
     out[0], out[1] = m, k.reduce_add(total.v)
 
@@ -407,10 +350,10 @@ def _emit_quantize(k: Kernel, x: Value, act: Value, row: Value, groups: Value) -
         emit_quantize_group(k, act_record(k, act, row, groups, g), parts)
 
 
-def _emit_prefetch(k: Kernel, block: Value, head_dim: Value) -> None:
-    """Fetch a block of keys or values: a line per dim."""
-    with k.loop(0, head_dim) as dim:
-        k.prefetch(block + dim * (BLOCK * ELEMENT_BYTES), L2)
+def _emit_prefetch(k: Kernel, block: Value, nbytes: Value) -> None:
+    """Fetch a block of keys or values."""
+    with k.loop(0, nbytes, 64) as at:
+        k.prefetch(block + at, L2)
 
 
 def _in_variants(k: Kernel, t: Tiling, pairs: Value, call: Callable[[int, Value], None]) -> None:
@@ -423,8 +366,7 @@ def _in_variants(k: Kernel, t: Tiling, pairs: Value, call: Callable[[int, Value]
             done.v = done.v + rows
 
 
-@kernel(**_FIELDS)
-def attention(k: Kernel) -> None:
+def _emit(k: Kernel, e: KvElement) -> None:
     a, h, t = k.arg, k.header, tiling(k.target)
     lanes, tile_pairs = t.lanes, t.tile_pairs
     hd, group, kv_heads, window = a.head_dim, a.group, a.kv_heads, a.window
@@ -433,7 +375,7 @@ def attention(k: Kernel) -> None:
     padded = (hd + (lanes - 1)) // lanes * lanes
     partial_stride = (padded + PARTIAL_HEADER) * 4
 
-    # Scratch: the table of sequences, the tile's queries, scores, partials, states; addresses of V blocks.
+    # Scratch: the table of sequences, the tile's queries, scores, partials, states; V and K blocks' addresses; scales.
     table = k.array(k.scratch, "i64")
     q_rows = k.scratch + 8 * SEQ_WORDS * (MAX_SEQS + 1)
     scores = q_rows + 4 * tile_pairs * MAX_HEAD_DIM
@@ -441,7 +383,9 @@ def attention(k: Kernel) -> None:
     states = partials + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
     v_blocks = states + 4 * tile_pairs * (MAX_HEAD_DIM + PARTIAL_HEADER)
     k_blocks = v_blocks + 8 * CHUNK // BLOCK
-    words = tile_pairs * (3 * MAX_HEAD_DIM + 2 * PARTIAL_HEADER + CHUNK)
+    v_scales = k_blocks + 8 * CHUNK // BLOCK
+    k_scales = v_scales + 4 * CHUNK
+    words = tile_pairs * (3 * MAX_HEAD_DIM + 2 * PARTIAL_HEADER + CHUNK) + 2 * CHUNK
     assert 8 * SEQ_WORDS * (MAX_SEQS + 1) + 4 * words + 16 * CHUNK // BLOCK <= abi.SCRATCH_BYTES
 
     def first_seen(position: Value) -> Value:
@@ -511,11 +455,15 @@ def attention(k: Kernel) -> None:
                 page = pages[position // a.page_tokens].sext("i64")
                 at = position % a.page_tokens
                 head_block = head + page * a.page_bytes
-                k.store(v_blocks + block * 8, head_block + KvLayout.v_offset(at, hd))
-                k.store(k_blocks + block * 8, head_block + KvLayout.k_offset(at, hd, a.page_tokens, lanes))
+                k.store(v_blocks + block * 8, head_block + e.v_offset(at, hd))
+                k.store(k_blocks + block * 8, head_block + e.k_offset(at, hd, a.page_tokens, lanes))
+                if e.has_scale:
+                    for to, offset_of in ((v_scales, e.v_scale_offset), (k_scales, e.k_scale_offset)):
+                        k.copy(to + block * (4 * BLOCK), head_block + offset_of(at, hd, a.page_tokens), 4 * BLOCK)
 
             # Scores, a block of positions at a time; a small tile fetches the next block's keys and this one's values.
-            k.call("attention_prefetch", _emit_prefetch, k.load(k_blocks + first_block * 8, "ptr"), hd)
+            first_keys = k.load(k_blocks + first_block * 8, "ptr")
+            k.call("attention_prefetch", _emit_prefetch, first_keys, hd * (BLOCK * e.nbytes))
             with k.loop(first_block, end_block) as block:
                 next_keys = k.load(k_blocks + k.min(block + 1, end_block - 1) * 8, "ptr")
                 values = k.load(v_blocks + block * 8, "ptr")
@@ -531,7 +479,9 @@ def attention(k: Kernel) -> None:
                     to = scores + (m * CHUNK + block * BLOCK) * 4
                     more = ahead if rows <= PREFETCH_ROWS else ()
                     q = q_rows + m * padded * 4
-                    k.call(f"attention_scores{rows}", _emit_scores(rows), keys, q, padded * 4, to, hd, *more)
+                    scales = k_scales + block * (4 * BLOCK)
+                    name = f"attention_scores{rows}{e.suffix}"
+                    k.call(name, _emit_scores(e, rows), keys, scales, q, padded * 4, to, hd, *more)
 
                 _in_variants(k, t, pairs, score)
             # Softmax within the chunk.
@@ -540,24 +490,17 @@ def attention(k: Kernel) -> None:
                 low = k.max(first_seen(row_position) - base, 0)
                 high = k.min(row_position + 1 - base, CHUNK)
                 row_scores = scores + m * (4 * CHUNK)
-                k.call(
-                    "attention_softmax",
-                    _emit_softmax,
-                    row_scores,
-                    first,
-                    last,
-                    low,
-                    high,
-                    partials + m * partial_stride,
-                )
+                to = partials + m * partial_stride
+                scales = (v_scales,) if e.has_scale else ()
+                name = f"attention_softmax{e.suffix}"
+                k.call(name, _emit_softmax, row_scores, first, last, low, high, to, *scales)
 
             # Values.
             def value(rows: int, m: Value, first: Value = first, last: Value = last) -> None:
                 o = partials + m * partial_stride + 4 * PARTIAL_HEADER
                 weights = scores + m * (4 * CHUNK)
-                k.call(
-                    f"attention_values{rows}", _emit_values(rows), v_blocks, weights, o, partial_stride, first, last, hd
-                )
+                name = f"attention_values{rows}{e.suffix}"
+                k.call(name, _emit_values(e, rows), v_blocks, weights, o, partial_stride, first, last, hd)
 
             _in_variants(k, t, pairs, value)
             with k.if_else(is_split) as (store, fold):
@@ -595,4 +538,8 @@ def attention(k: Kernel) -> None:
             k.call("attention_quantize", _emit_quantize, out, a.out, row, groups)
 
 
-KERNELS: Sequence[KernelDef] = (attention,)
+def _definition(e: KvElement) -> KernelDef:
+    return KernelDef(f"attention{e.suffix}", ARGS, lambda k: _emit(k, e))
+
+
+KERNELS: Sequence[KernelDef] = (_definition(F16), _definition(INT8))

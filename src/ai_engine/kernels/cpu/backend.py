@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from ai_engine.kernels import catalog
 from ai_engine.kernels.cpu import abi, attention, build, matmul, pack, sample
-from ai_engine.kernels.cpu.attention import KvLayout
 from ai_engine.kernels.cpu.executor import SPIN_US, Clock, Contexts, Rings, aligned
 from ai_engine.kernels.cpu.formats import ActLayout
+from ai_engine.kernels.cpu.kv import KvLayout, kv_lanes
 from ai_engine.kernels.cpu.lang import HEADER, Number, Record, Target
 from ai_engine.ports.hardware import ThreadTeam
 from ai_engine.ports.kernels import (
@@ -202,7 +202,7 @@ class CpuKernels:
             pack.pack_rows(spec, self.target.lanes, first_row, raw, out)
 
     def _kv_layout(self, shape: KvShape) -> KvLayout:
-        return KvLayout.of(shape, attention.kv_lanes(self.target))
+        return KvLayout.of(shape, kv_lanes(self.target))
 
     def kv_page_bytes(self, shape: KvShape) -> int:
         return self._kv_layout(shape).page_bytes
@@ -408,7 +408,7 @@ class _Binder:
         assert table.flags.c_contiguous, call
         assert table.dtype == np.float32, call
         layer = catalog.attr_int(call, "layer")
-        return "rope_store_norm" if call.weights else "rope_store", {
+        return f"rope_store{'_norm' if call.weights else ''}{self.layout.element.suffix}", {
             "x": self.at(call.inputs[0]),
             "heads": catalog.attr_int(call, "heads"),
             "kv_heads": self.layout.kv_heads,

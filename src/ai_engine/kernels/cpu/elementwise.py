@@ -1,6 +1,6 @@
 """Row-wise kernels: embed, rms_norm, rms_norm_add, quantize, add, glu, gather, rope_store.
 
-Owns their loops and formulas. Does not own layouts: act records are formats.py's, KV pages attention.py's, packed
+Owns their loops and formulas. Does not own layouts: act records are formats.py's, KV pages kv.py's, packed
 embedding tables pack.py's.
 
 Every result depends on its row alone (or, in add, glu and quantize, on its 32 columns): rows and chunks of columns are
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ai_engine.kernels.cpu.attention import KvLayout, kv_lanes
 from ai_engine.kernels.cpu.formats import GROUP
+from ai_engine.kernels.cpu.kv import F16, INT8, KvElement, emit_store
 from ai_engine.kernels.cpu.lang import Array, Kernel, KernelDef, Record, Value, kernel
 from ai_engine.kernels.cpu.matmul import emit_dequantize_row
 from ai_engine.kernels.cpu.quantize import act_record, emit_quantize_group
@@ -218,17 +218,15 @@ ROPE_ARGS = Record(
 )
 
 
-def _rope_store(name: str, with_norm: bool) -> KernelDef:
-    """Half-split rotation: the pair is (i, i + pairs); dims from 2 * pairs on stay. K and V rows go to the pages as
-    f16."""
+def _rope_store(e: KvElement, with_norm: bool) -> KernelDef:
+    """Half-split rotation: the pair is (i, i + pairs); dims from 2 * pairs on stay. K and V rows go to the pages."""
 
     def emit(k: Kernel) -> None:
         a, h = k.arg, k.header
         positions, sequences = k.array(h.positions, "i32"), k.array(h.row_seq, "i32")
         page_table, page_stride = k.array(h.page_table, "i32"), h.page_stride
         cols = (a.heads + a.kv_heads * 2) * a.head_dim
-        lanes_of_keys = kv_lanes(k.target)
-        head_bytes = KvLayout.head_block_bytes(a.page_tokens, a.head_dim)
+        head_bytes = e.head_block_bytes(a.page_tokens, a.head_dim)
 
         def normalise(x: Array, weight: Value) -> None:
             w, r = k.array(weight, "f32"), _inverse_rms(k, x, a.head_dim, a.eps)
@@ -258,18 +256,9 @@ def _rope_store(name: str, with_norm: bool) -> KernelDef:
             with k.loop(0, a.kv_heads) as g:
                 block = a.kv + page * a.page_bytes + g * head_bytes
                 key, value = (row.shift((a.heads + a.kv_heads * n + g) * a.head_dim) for n in (0, 1))
-                keys = k.array(block + KvLayout.k_offset(token, a.head_dim, a.page_tokens, lanes_of_keys), "f16")
-                values = k.array(block + KvLayout.v_offset(token, a.head_dim), "f16")
+                emit_store(k, e, block, token, key, value, a.head_dim, a.page_tokens)
 
-                def store_key(i: Value, lanes: int) -> None:
-                    half = key.load(i, lanes).to_f16()
-                    for lane in range(lanes):
-                        keys[(i + lane) * lanes_of_keys] = half[lane] if lanes > 1 else half
-
-                k.for_vectors(a.head_dim, store_key)
-                k.for_vectors(a.head_dim, lambda i, lanes: values.store(i, value.load(i, lanes).to_f16()))
-
-    return KernelDef(name, ROPE_ARGS, emit)
+    return KernelDef(f"rope_store{'_norm' if with_norm else ''}{e.suffix}", ROPE_ARGS, emit)
 
 
 KERNELS: tuple[KernelDef, ...] = (
@@ -285,6 +274,5 @@ KERNELS: tuple[KernelDef, ...] = (
         for name, function in (("silu", Kernel.silu), ("gelu_tanh", Kernel.gelu_tanh))
         for suffix in ("", "_act")
     ),
-    _rope_store("rope_store", with_norm=False),
-    _rope_store("rope_store_norm", with_norm=True),
+    *(_rope_store(element, with_norm) for element in (F16, INT8) for with_norm in (False, True)),
 )

@@ -2,7 +2,8 @@
 
 Owns trivial layouts and the reading of a StepBatch. Packed weights are the file's bytes, row by row; an f32 buffer is a
 plain matrix; an act buffer is the CPU's ``ActLayout`` (formats.py), so that both quantise to the same bits; a KV page
-is f16[layers][2][page_tokens][kv_heads][head_dim]. The formulas are in ops.py.
+is f16[layers][2][page_tokens][kv_heads][head_dim], or the same of int8 with an f32 scale behind each head_dim of them.
+The formulas are in ops.py.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ from ai_engine.ports.kernels import (
 )
 from ai_engine.ports.model import row_bytes
 from ai_engine.ports.sampling import MAX_LOGPROBS
-
-F16 = npt.NDArray[np.float16]
 
 
 @dataclass
@@ -83,17 +82,38 @@ class _Step:
     def vector(self, name: str) -> F32:
         return np.asarray(self.weight(name)[0])
 
-    def pages(self, layer: int) -> tuple[F16, F16]:
-        """Keys and values of a layer: views of f16[num_pages, page_tokens, kv_heads, head_dim]."""
+    def pages(self, layer: int) -> npt.NDArray[Any]:
+        """Keys (0) and values (1) of a layer: a view [num_pages, 2, page_tokens, kv_heads] of `kv_row`s."""
         shape = self.resources.kv_shape
-        pool = self.resources.kv.view(np.float16).reshape(
-            -1, shape.num_layers, 2, shape.page_tokens, shape.kv_heads, shape.head_dim
-        )
-        return pool[:, layer, 0], pool[:, layer, 1]
+        pool = self.resources.kv.view(kv_row(shape))
+        return pool.reshape(-1, shape.num_layers, 2, shape.page_tokens, shape.kv_heads)[:, layer]
 
     def sequences(self) -> list[tuple[int, slice]]:
         start = self.batch.seq_start
         return [(s, slice(int(start[s]), int(start[s + 1]))) for s in range(len(start) - 1) if start[s] < start[s + 1]]
+
+
+def kv_row(shape: KvShape) -> np.dtype[Any]:
+    """One head's key or value of one position."""
+    if shape.dtype == "f16":
+        return np.dtype([("x", "<f2", (shape.head_dim,))])
+    return np.dtype([("q", "i1", (shape.head_dim,)), ("scale", "<f4")])
+
+
+def _to_rows(shape: KvShape, x: F32) -> npt.NDArray[Any]:
+    """f32[..., head_dim] -> `kv_row`s [...]."""
+    rows = np.empty(x.shape[:-1], kv_row(shape))
+    if shape.dtype == "f16":
+        rows["x"] = x
+    else:
+        rows["q"], rows["scale"] = ops.quantize_kv(x)
+    return rows
+
+
+def _from_rows(rows: npt.NDArray[Any]) -> F32:
+    names = rows.dtype.names or ()
+    values = rows["x"].astype(np.float32) if "x" in names else rows["q"] * rows["scale"][..., None]
+    return np.asarray(values, np.float32)
 
 
 def _rows_of(spec: WeightSpec, packed: U8) -> U8:
@@ -149,20 +169,21 @@ def _rope_store(step: _Step, call: Call) -> None:
     table = step.resources.rope_tables[str(attrs["rope_table"])][batch.positions]
     rows[:, :heads], rows[:, heads : heads + kv_heads] = ops.rope(q, table), ops.rope(k, table)
     step.write(call.outputs[0], qkv)
-    keys, values = step.pages(int(attrs["layer"]))
-    page_tokens = step.resources.kv_shape.page_tokens
+    pool, shape = step.pages(int(attrs["layer"])), step.resources.kv_shape
+    page_tokens = shape.page_tokens
+    stored_keys, stored_values = _to_rows(shape, rows[:, heads : heads + kv_heads]), _to_rows(shape, v)
     for s, span in step.sequences():
         positions = batch.positions[span]
         pages = batch.page_table[s, positions // page_tokens]
-        keys[pages, positions % page_tokens] = rows[span, heads : heads + kv_heads]
-        values[pages, positions % page_tokens] = v[span]
+        pool[pages, 0, positions % page_tokens] = stored_keys[span]
+        pool[pages, 1, positions % page_tokens] = stored_values[span]
 
 
 def _attention(step: _Step, call: Call) -> None:
     attrs, batch = call.attrs, step.batch
     heads, head_dim = int(attrs["heads"]), int(attrs["head_dim"])
     qkv = step.read(call.inputs[0])
-    keys, values = step.pages(int(attrs["layer"]))
+    pool = step.pages(int(attrs["layer"]))
     page_tokens, window = step.resources.kv_shape.page_tokens, int(attrs.get("window", 0))
     out = np.empty((qkv.shape[0], heads * head_dim), np.float32)
     for s, span in step.sequences():
@@ -171,7 +192,7 @@ def _attention(step: _Step, call: Call) -> None:
         first_key = max(0, int(positions[0]) - window + 1) if window else 0
         at = np.arange(first_key, int(positions[-1]) + 1)
         pages = batch.page_table[s, at // page_tokens]
-        k, v = keys[pages, at % page_tokens].astype(np.float32), values[pages, at % page_tokens].astype(np.float32)
+        k, v = (_from_rows(pool[pages, side, at % page_tokens]) for side in (0, 1))
         q = qkv[span, : heads * head_dim].reshape(-1, heads, head_dim)
         out[span] = ops.attention(q, k, v, positions, float(attrs["scale"]), window, first_key)
     step.write(call.outputs[0], out)
@@ -325,8 +346,7 @@ class ReferenceKernels:
         _rows_of(spec, out)[first_row : first_row + raw.shape[0]] = raw
 
     def kv_page_bytes(self, shape: KvShape) -> int:
-        assert shape.dtype == "f16", shape
-        return 2 * 2 * shape.num_layers * shape.page_tokens * shape.kv_heads * shape.head_dim
+        return 2 * shape.num_layers * shape.page_tokens * shape.kv_heads * kv_row(shape).itemsize
 
     def copy_page(self, resources: Resources, source: int, target: int) -> None:
         pages = resources.kv.reshape(-1, self.kv_page_bytes(resources.kv_shape))

@@ -94,6 +94,20 @@ def attention(q: F32, k: F32, v: F32, positions: I32, scale: float, window: int 
     return _f32(out.reshape(n, -1))
 
 
+def quantize_kv(x: F32) -> tuple[npt.NDArray[np.int8], F32]:
+    """Keys or values [..., head_dim] as int8 codes and one scale per row: scale = amax / 127, in float32 throughout.
+
+    Both are 0 where amax < 1e-30; the scale is NaN where anything is not finite.
+    """
+    amax = np.abs(x).max(axis=-1)
+    alive = (amax >= np.float32(1e-30)) & np.isfinite(amax)
+    inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=alive)
+    scale = np.where(np.isfinite(amax), np.where(alive, amax / np.float32(127), np.float32(0)), np.float32(np.nan))
+    with np.errstate(invalid="ignore"):
+        q = np.where(alive[..., None], np.rint(x * inverse[..., None]), np.float32(0)).astype(np.int8)
+    return q, np.asarray(scale, np.float32)
+
+
 def silu(x: F64) -> F64:
     with np.errstate(over="ignore"):
         return np.asarray(x / (1.0 + np.exp(-x)))
