@@ -65,10 +65,8 @@ def _llvm_code_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux's /proc/self/smaps")
 def test_llvm_leaves_memory_when_the_kernels_are_loaded(cache: Path) -> None:
-    build.load(AVX2)
-    before = _llvm_code_bytes()
-    loaded = build.jit([kernel for kernel in build.definitions(AVX2) if kernel.name == "read_cycles"])
-    assert _llvm_code_bytes() <= max(before, 12 << 20), "compiling reads in some 40 MB"
+    loaded = build.load(AVX2)  # compiled in this process: that reads in 30 MB or more
+    assert _llvm_code_bytes() < 8 << 20
     assert _works(loaded)
 
 
