@@ -26,6 +26,7 @@ from ai_engine.contracts.fields import (
     ListOf,
     Number,
     Record,
+    Schema,
     Text,
     TokenKeys,
     Unsupported,
@@ -103,6 +104,10 @@ class _Content:
     expected = "a string or an array of text parts"
     _part = Record({"type": Text(), "text": Text(), "refusal": Text()}, frozenset({"type"}))
 
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [{"type": "string"}, ListOf(self._part, 0, 4096).schema]}
+
     def check(self, value: Any, at: Checking) -> str:
         if type(value) is str:
             return value
@@ -155,6 +160,7 @@ class _Message:
         },
         frozenset({"role"}),
     )
+    schema = _record.schema
 
     def check(self, value: Any, at: Checking) -> dict[str, Any]:
         message = self._record.check(value, at)
@@ -232,6 +238,7 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
 
 class _ResponseFormat:
     expected = "an object with a type"
+    schema: Schema = {"type": "object"}
 
     def check(self, value: Any, at: Checking) -> None:
         if type(value) is not dict:
@@ -295,6 +302,11 @@ class _Prompt:
             float: ids,
             list: ListOf(ids, 1, MAX_PROMPTS),
         }
+
+    @property
+    def schema(self) -> Schema:
+        kinds: list[Check] = [Text(), self._many[str], self._ids, self._many[list]]
+        return {"anyOf": [kind.schema for kind in kinds]}
 
     def check(self, value: Any, at: Checking) -> list[Any]:
         if type(value) is str:

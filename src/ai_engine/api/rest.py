@@ -6,7 +6,7 @@ Owns the order of work in a request. Does not own fields (openai_types.py), shap
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -55,47 +55,57 @@ class Door:
 
 async def chat_completions(door: Door, exchange: Exchange) -> None:
     """POST /v1/chat/completions"""
-    _refuse_while_draining(door)
+    refuse_while_draining(door)
     body = await exchange.json()
-    ask = read_chat(body, door.chat, door.model, strict=_strict(exchange))
-    await exchange.unless_disconnected(_answer(door, exchange, ask, "chatcmpl"))
+    ask = read_chat(body, door.chat, door.model, strict=is_strict(exchange))
+    await exchange.unless_disconnected(answer(door, exchange, ask, "chatcmpl-", write_answer))
 
 
 async def completions(door: Door, exchange: Exchange) -> None:
     """POST /v1/completions"""
-    _refuse_while_draining(door)
+    refuse_while_draining(door)
     body = await exchange.json()
-    ask = read_completion(body, door.completion, door.model, strict=_strict(exchange))
-    await exchange.unless_disconnected(_answer(door, exchange, ask, "cmpl"))
+    ask = read_completion(body, door.completion, door.model, strict=is_strict(exchange))
+    await exchange.unless_disconnected(answer(door, exchange, ask, "cmpl-", write_answer))
 
 
-def _strict(exchange: Exchange) -> bool:
+def is_strict(exchange: Exchange) -> bool:
     return exchange.config.strict or exchange.caller.strict
 
 
-def _refuse_while_draining(door: Door) -> None:
+def refuse_while_draining(door: Door) -> None:
     if door.draining:
         raise ShuttingDown("The server is shutting down and takes no new work. Fix: retry, another replica may answer.")
 
 
-async def _answer(door: Door, exchange: Exchange, ask: Ask, prefix: str) -> None:
-    """Encode, submit, and write the answer in one piece or as events."""
-    answer_id = f"{prefix}-{door.entropy(12).hex()}"
+Writer = Callable[[Exchange, Answer, Generation, TextService], Awaitable[None]]
+"""Writes the answer of a generation that has started, in the shapes of one door."""
+
+
+async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: Writer) -> None:
+    """Encode, submit, have the answer written; cancel what nobody waits for."""
+    answer_id = f"{prefix}{door.entropy(12).hex()}"
     created = int(door.clock.wall_s())
     ask = _with_seed(door, ask)
     prompts = await _prompts(door, exchange, ask, answer_id)
     generation = Generation(ask, prompts, door.serving, door.text)
-    answer = Answer(answer_id, created, ask, door.model, prompts[0].request.params)
     try:
         await generation.start()
-        if ask.stream:
-            await stream_answer(exchange, answer, generation, door.text)
-        else:
-            pieces = await _collect(generation)
-            usage = await generation.settle()
-            await exchange.reply(200, whole_answer(answer, pieces, prompts, usage, door.text))
+        await write(
+            exchange, Answer(answer_id, created, ask, door.model, prompts[0].request.params), generation, door.text
+        )
     finally:
         await generation.close()
+
+
+async def write_answer(exchange: Exchange, answer: Answer, generation: Generation, text: TextService) -> None:
+    """In OpenAI's shapes: one piece, or events."""
+    if answer.ask.stream:
+        await stream_answer(exchange, answer, generation, text)
+        return
+    pieces = await collect(generation)
+    usage = await generation.settle()
+    await exchange.reply(200, whole_answer(answer, pieces, generation.prompts, usage, text))
 
 
 def _with_seed(door: Door, ask: Ask) -> Ask:
@@ -134,7 +144,7 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
     return prompts
 
 
-async def _collect(generation: Generation) -> list[Piece]:
+async def collect(generation: Generation) -> list[Piece]:
     """One merged piece per choice."""
     texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
     merged = [Piece(index, entries=[]) for index in range(generation.num_choices)]

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from ai_engine.ports.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 
+Schema = dict[str, Any]
 JSON_NAMES: dict[type, str] = {
     dict: "an object",
     list: "an array",
@@ -63,10 +64,14 @@ MAX_WARNINGS = 32
 
 
 class Check(Protocol):
-    """``check`` returns the value to use; ``expected`` says in words what it takes."""
+    """``check`` returns the value to use; ``expected`` says in words what it takes, ``schema`` in JSON Schema 2020-12
+    (as far as that can: what fields mean together only words say)."""
 
     @property
     def expected(self) -> str: ...
+
+    @property
+    def schema(self) -> Schema: ...
 
     def check(self, value: Any, at: Checking) -> Any: ...
 
@@ -88,6 +93,10 @@ def show(value: Any) -> str:
 class Flag:
     expected: str = "true or false"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
     def check(self, value: Any, at: Checking) -> bool:
         if type(value) is not bool:
             at.fail(show(value), self.expected)
@@ -103,6 +112,10 @@ class Integer:
     @property
     def expected(self) -> str:
         return f"an integer from {self.low} to {self.high}"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
 
     def check(self, value: Any, at: Checking) -> int:
         if type(value) is float and value.is_integer():
@@ -125,6 +138,10 @@ class Number:
     def expected(self) -> str:
         return f"a number from {self.low:g} to {self.high:g}"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "number", "minimum": self.low, "maximum": self.high}
+
     def check(self, value: Any, at: Checking) -> float:
         if type(value) is not float and type(value) is not int:
             at.fail(show(value), self.expected)
@@ -142,6 +159,10 @@ class Text:
     def expected(self) -> str:
         return "a string" if not self.min_chars else f"a string of {self.min_chars} to {self.max_chars} characters"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "string", "minLength": self.min_chars, "maxLength": self.max_chars}
+
     def check(self, value: Any, at: Checking) -> str:
         if type(value) is not str:
             at.fail(show(value), self.expected)
@@ -158,6 +179,10 @@ class Choice:
     def expected(self) -> str:
         return "one of " + ", ".join(f'"{value}"' for value in self.values)
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "string", "enum": list(self.values)}
+
     def check(self, value: Any, at: Checking) -> str:
         if type(value) is not str or value not in self.values:
             at.fail(show(value), self.expected)
@@ -169,6 +194,10 @@ class Anything:
     """Any JSON value: for fields whose content is passed on or ignored."""
 
     expected: str = "any value"
+
+    @property
+    def schema(self) -> Schema:
+        return {}
 
     def check(self, value: Any, at: Checking) -> Any:
         return value
@@ -183,6 +212,11 @@ class ListOf:
     @property
     def expected(self) -> str:
         return "an array"
+
+    @property
+    def schema(self) -> Schema:
+        limits = {"minItems": self.min_items, "maxItems": self.max_items}
+        return {"type": "array", "items": self.item.schema, **limits}
 
     def check(self, value: Any, at: Checking) -> list[Any]:
         if type(value) is not list:
@@ -208,6 +242,12 @@ class TokenKeys:
     vocab_size: int
     max_items: int = 1024
     expected: str = "an object from token ids to numbers"
+
+    @property
+    def schema(self) -> Schema:
+        keys = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+        limits = {"maxProperties": self.max_items, "propertyNames": keys}
+        return {"type": "object", "additionalProperties": self.value.schema, **limits}
 
     def check(self, value: Any, at: Checking) -> dict[int, float]:
         if type(value) is not dict:
@@ -235,6 +275,10 @@ class ByType:
     def expected(self) -> str:
         return " or ".join(option.expected for option in self.options.values())
 
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [option.schema for option in self.options.values()]}
+
     def check(self, value: Any, at: Checking) -> Any:
         option = self.options.get(type(value))
         if option is None:
@@ -250,6 +294,10 @@ class Unused:
     neutral: tuple[Any, ...] = ()
     expected: str = "any value"
 
+    @property
+    def schema(self) -> Schema:
+        return {"description": f"Not used: {self.reason}"}
+
     def check(self, value: Any, at: Checking) -> None:
         if not _is_one_of(value, self.neutral):
             at.ignored(self.reason)
@@ -262,6 +310,10 @@ class Unsupported:
     reason: str = "not supported by this server. Fix: leave it out."
     neutral: tuple[Any, ...] = ()
     expected: str = "nothing"
+
+    @property
+    def schema(self) -> Schema:
+        return {"description": f"Refused: {self.reason}", "enum": [*self.neutral, None]}
 
     def check(self, value: Any, at: Checking) -> None:
         if not _is_one_of(value, self.neutral):
@@ -279,6 +331,15 @@ class Record:
     fields: Mapping[str, Check]
     required: frozenset[str] = frozenset()
     expected: str = "an object"
+
+    @property
+    def schema(self) -> Schema:
+        """Unknown fields are allowed: they are ignored with a warning, or refused for a strict caller."""
+        properties = {
+            name: check.schema if name in self.required else nullable(check.schema)
+            for name, check in self.fields.items()
+        }
+        return {"type": "object", "properties": properties, "required": sorted(self.required)}
 
     def check(self, value: Any, at: Checking) -> dict[str, Any]:
         if type(value) is not dict:
@@ -301,3 +362,10 @@ class Record:
                 at.path.append(name)
                 at.fail("nothing", self.fields[name].expected, "add this required field.")
         return checked
+
+
+def nullable(schema: Schema) -> Schema:
+    """The schema, or null: an optional field that is null counts as absent."""
+    if not schema.keys() - {"description"} or None in schema.get("enum", ()):
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}
