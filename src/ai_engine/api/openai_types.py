@@ -31,6 +31,7 @@ from ai_engine.contracts.fields import (
     TokenKeys,
     Unsupported,
     Unused,
+    schema_of,
     show,
 )
 from ai_engine.ports.errors import ContextLengthExceeded, InvalidValue, ModelNotFound, UnsupportedParameter
@@ -238,7 +239,10 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
 
 class _ResponseFormat:
     expected = "an object with a type"
-    schema: Schema = {"type": "object"}
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "object"}
 
     def check(self, value: Any, at: Checking) -> None:
         if type(value) is not dict:
@@ -306,7 +310,7 @@ class _Prompt:
     @property
     def schema(self) -> Schema:
         kinds: list[Check] = [Text(), self._many[str], self._ids, self._many[list]]
-        return {"anyOf": [kind.schema for kind in kinds]}
+        return {"anyOf": [schema_of(kind) for kind in kinds]}
 
     def check(self, value: Any, at: Checking) -> list[Any]:
         if type(value) is str:

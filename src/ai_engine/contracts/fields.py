@@ -64,16 +64,19 @@ MAX_WARNINGS = 32
 
 
 class Check(Protocol):
-    """``check`` returns the value to use; ``expected`` says in words what it takes, ``schema`` in JSON Schema 2020-12
-    (as far as that can: what fields mean together only words say)."""
+    """``check`` returns the value to use; ``expected`` says in words what it takes. A check may have a ``schema`` too,
+    which says it in JSON Schema 2020-12 (as far as that can: what fields mean together only words say)."""
 
     @property
     def expected(self) -> str: ...
 
-    @property
-    def schema(self) -> Schema: ...
-
     def check(self, value: Any, at: Checking) -> Any: ...
+
+
+def schema_of(check: Check) -> Schema:
+    """The check's schema; one that has none says its words."""
+    found: Schema | None = getattr(check, "schema", None)
+    return {"description": check.expected} if found is None else found
 
 
 def show(value: Any) -> str:
@@ -216,7 +219,7 @@ class ListOf:
     @property
     def schema(self) -> Schema:
         limits = {"minItems": self.min_items, "maxItems": self.max_items}
-        return {"type": "array", "items": self.item.schema, **limits}
+        return {"type": "array", "items": schema_of(self.item), **limits}
 
     def check(self, value: Any, at: Checking) -> list[Any]:
         if type(value) is not list:
@@ -247,7 +250,7 @@ class TokenKeys:
     def schema(self) -> Schema:
         keys = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
         limits = {"maxProperties": self.max_items, "propertyNames": keys}
-        return {"type": "object", "additionalProperties": self.value.schema, **limits}
+        return {"type": "object", "additionalProperties": schema_of(self.value), **limits}
 
     def check(self, value: Any, at: Checking) -> dict[int, float]:
         if type(value) is not dict:
@@ -277,7 +280,7 @@ class ByType:
 
     @property
     def schema(self) -> Schema:
-        return {"anyOf": [option.schema for option in self.options.values()]}
+        return {"anyOf": [schema_of(option) for option in self.options.values()]}
 
     def check(self, value: Any, at: Checking) -> Any:
         option = self.options.get(type(value))
@@ -336,7 +339,7 @@ class Record:
     def schema(self) -> Schema:
         """Unknown fields are allowed: they are ignored with a warning, or refused for a strict caller."""
         properties = {
-            name: check.schema if name in self.required else nullable(check.schema)
+            name: schema_of(check) if name in self.required else nullable(schema_of(check))
             for name, check in self.fields.items()
         }
         return {"type": "object", "properties": properties, "required": sorted(self.required)}
