@@ -64,6 +64,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: Annotated[float, Meta(description="a request fails after this long; 0: never")] = 600.0
     max_body_bytes: Annotated[int, Meta(description="largest request body")] = 8 << 20
     drain_s: Annotated[float, Meta(description="on SIGTERM, seconds for running requests to finish")] = 30.0
+    trace_memory: Annotated[
+        int, Meta(description="bytes for traces of past requests and steps; the oldest are given up")
+    ] = 32 << 20
     offline: Annotated[bool, Meta(description="never use the network to find the model")] = False
 
 
@@ -104,6 +107,7 @@ def check_serve(config: ServeConfig) -> ServeConfig:
     _between("drain_s", config.drain_s, 0, MAX_S)
     _between("request_timeout_s", config.request_timeout_s, 0, MAX_S)
     _at_least("max_body_bytes", config.max_body_bytes, 1024)
+    _at_least("trace_memory", config.trace_memory, 1 << 20)
     if not 0 < config.step_target_ms <= MAX_S * 1000:
         raise ConfigError(f"--step-target-ms is {config.step_target_ms}; use a positive time", param="step_target_ms")
     if not is_loopback(config.host) and not config.api_key:

@@ -16,9 +16,16 @@ import msgspec
 
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import AiEngineError, DeadlineExceeded, EngineError
-from ai_engine.ports.runtime import Runtime, SeqOutput, StepPlan, StepResult
+from ai_engine.ports.runtime import Runtime, SeqOutput, StepPlan, StepResult, Work
 from ai_engine.ports.serving import Chunk, Terminal, TokenLogprob, Usage
-from ai_engine.ports.telemetry import RequestScheduled, StepDone, Telemetry, TokenTimes
+from ai_engine.ports.telemetry import (
+    RequestScheduled,
+    SequenceOpened,
+    StepDone,
+    StepWork,
+    Telemetry,
+    TokenTimes,
+)
 from ai_engine.serving import scheduler
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.cost import Load
@@ -223,6 +230,12 @@ class StepLoop:
             self._telemetry.emit(
                 RequestScheduled(group.request.request_id, now - group.arrived_s, choice.prompt_len, cached)
             )
+        request = group.request
+        self._telemetry.emit(
+            SequenceOpened(
+                spec.seq_id, request.request_id, request.trace_id, choice.index, now, len(choice.tokens), cached
+            )
+        )
 
     def _donor(self, group: Group) -> int | None:
         """An open sequence that holds the pages of the group's prompt; one that ends with the next plan still does."""
@@ -403,7 +416,8 @@ class StepLoop:
     # telemetry
 
     def _emit_step(self, plan: StepPlan, load: Load, result: StepResult, plan_s: float) -> None:
-        decode = sum(1 for work in plan.work if self._open[work.seq_id].uncomputed == 1)
+        work = [_step_work(self._open[item.seq_id], item) for item in plan.work]
+        decode = sum(item.decode for item in work)
         budget = result.budget
         self._telemetry.emit(
             StepDone(
@@ -424,6 +438,7 @@ class StepLoop:
                 pages_held=budget.held,
                 evicted_pages=result.evicted_pages,
                 preempted=len(plan.preempt),
+                work=work,
             )
         )
 
@@ -442,6 +457,8 @@ class StepLoop:
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=usage.completion_tokens,
                 gaps_s=choice.gaps_s,
+                ended_s=now,
+                index=choice.index,
             )
         )
 
@@ -460,6 +477,13 @@ class StepLoop:
                 assert (id(choice) in placed) != waits, (group.request.request_id, choice.index)
         assert {id(c.group) for c in (*state.running, *state.parked)} <= {id(g) for g in self._groups.values()}
         assert all(group.queued for group in state.queue)
+
+
+def _step_work(choice: Choice, work: Work) -> StepWork:
+    """Before the step is accounted for: ``computed`` is still what it was when the step was planned."""
+    decode = int(choice.uncomputed == 1)
+    context = choice.computed + work.num_tokens + len(work.draft)
+    return StepWork(work.seq_id, work.num_tokens - decode, decode, len(work.draft), context)
 
 
 def _usage(choice: Choice) -> Usage:
