@@ -1,7 +1,8 @@
 """One HTTP exchange over ASGI: the request's headers, ids and body, and the response, started once.
 
-Owns limits (body size and time), content types, gzip bodies, request and trace ids, common headers, disconnects.
-Does not own routes, keys or what errors mean (app.py).
+Owns limits (body size and time, a client that does not read), content types, gzip bodies, request and trace ids,
+common headers, disconnects. A client that closes its sending half has left. Does not own routes, keys or what errors
+mean (app.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ai_engine.api.keys import ANYBODY, Key
+from ai_engine.api.limits import Pass
 from ai_engine.contracts.json_text import decode_json
 from ai_engine.ports.errors import BodyTooLarge, InvalidRequest, InvalidValue, RequestTimeout, UnsupportedMediaType
 
@@ -30,24 +33,17 @@ _DISCARD_FACTOR = 4
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the doors. ``cors_origins`` are exact origins, or "*"; none means no CORS headers at all."""
+    """Settings of the doors. Those without a default are the operator's (config.ServeConfig has their defaults)."""
 
-    api_key: str | None = None
-    strict: bool = False  # unknown and unused fields are errors
-    max_body_bytes: int = 8 << 20
+    strict: bool  # unknown and unused fields are errors, whatever the key
+    max_body_bytes: int
+    request_timeout_s: float | None  # from arrival at serving; None: no limit
+    cors_origins: tuple[str, ...]  # exact origins, or "*"; none means no CORS headers at all
     body_timeout_s: float = 30.0
-    request_timeout_s: float | None = None  # from arrival at serving; None: no limit
+    write_timeout_s: float = 60.0  # a client that reads nothing for so long is gone
     health_timeout_s: float = 1.0
     ping_s: float = 10.0  # silence in a stream before a keep-alive comment
     retry_after_s: float = 2.0
-    cors_origins: tuple[str, ...] = ()
-
-
-class Caller(msgspec.Struct, frozen=True):
-    """Who asks: what a key grants."""
-
-    tenant: str = ""
-    strict: bool = False
 
 
 class ClientDisconnected(Exception):
@@ -55,19 +51,22 @@ class ClientDisconnected(Exception):
 
 
 class Exchange:
-    """One request and its response. ``params`` are the route's path parameters, ``caller`` who asks."""
+    """One request and its response. ``params`` are the route's path parameters, ``key`` who asks, ``quota`` what that
+    key may still use (None: not asked)."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ApiConfig, entropy: Callable[[int], bytes]):
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.config = config
-        self.caller = Caller()
+        self.key: Key = ANYBODY
+        self.quota: Pass | None = None
         self.params: dict[str, str] = {}
         self.status = 0
         self.common: list[Header] = []
         self._receive = receive
         self._send = send
+        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort")
         self._body_read = False
         self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
         self.trace_id = self._inbound_trace() or entropy(16).hex()
@@ -75,6 +74,23 @@ class Exchange:
 
     def header(self, name: bytes) -> str:
         return self.headers.get(name, b"").decode("latin-1").strip()
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The server's limit, or what the client's ``x-request-timeout`` (seconds) asks if that is less. Raises
+        InvalidValue."""
+        found, limit = self.header(b"x-request-timeout"), self.config.request_timeout_s
+        if not found:
+            return limit
+        try:
+            wanted = float(found)
+        except ValueError:
+            wanted = 0.0
+        if not 0 < wanted < float("inf"):
+            raise InvalidValue(
+                f"x-request-timeout: found {found[:40]!r}, expected seconds, more than 0.", param="x-request-timeout"
+            )
+        return wanted if limit is None else min(wanted, limit)
 
     def _inbound_id(self) -> str:
         found = self.header(b"x-request-id")
@@ -205,8 +221,15 @@ class Exchange:
         )
 
     async def write(self, data: bytes) -> None:
-        """Part of a stream; waits while the client does not read."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        """Part of a stream; waits while the client does not read. Raises ClientDisconnected when it has not read for
+        long; the connection is cut then, with what the client never read."""
+        try:
+            async with asyncio.timeout(self.config.write_timeout_s):
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            if self._abort is not None:
+                self._abort()
+            raise ClientDisconnected from None
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
@@ -214,4 +237,5 @@ class Exchange:
     async def _start(self, status: int, headers: list[Header]) -> None:
         assert not self.started, "a response starts once"
         self.status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.common})
+        limits = [] if self.quota is None else self.quota.headers()
+        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.common + limits})

@@ -10,7 +10,7 @@ best token. ``seed`` may be any int64. Parts of a message are joined by a line b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -67,10 +67,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def check_name(self, name: str) -> None:
         """Raises ModelNotFound."""
         if "*" not in self.aliases and name not in self.names:
-            served = ", ".join(self.names)
-            raise ModelNotFound(
-                f"The model {name[:80]!r} is not served here. Fix: use one of: {served}.", param="model"
-            )
+            raise self.not_found(name, self.names)
+
+    def not_found(self, name: str, others: Sequence[str]) -> ModelNotFound:
+        fix = f"use one of: {', '.join(others)}" if others else "ask the operator which models this key may use"
+        return ModelNotFound(f"The model {name[:80]!r} is not served here. Fix: {fix}.", param="model")
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +93,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False
     priority: int = 0
+    cache_salt: str = ""  # prefixes are shared with requests of the same salt only
+    max_tokens_field: str = "max_tokens"  # the one that was sent
     show_sampling: bool = False
     warnings: list[str] = []
 
@@ -228,7 +231,7 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
         "return_token_ids": Unsupported(neutral=(False,)),
         "return_tokens_as_token_ids": Unsupported(neutral=(False,)),
         "truncate_prompt_tokens": Unsupported("a prompt is never cut. Fix: shorten it yourself."),
-        "cache_salt": Unsupported(),
+        "cache_salt": Text(1, 256),
         "allowed_token_ids": Unsupported(_NOT_ENFORCED),
         "bad_words": Unsupported(_NOT_ENFORCED, neutral=([],)),
         "logits_processors": Unsupported(),
@@ -380,7 +383,8 @@ def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bo
         add_special_tokens=got.get("add_special_tokens", True),
     )
     if ask.max_tokens == 0 and not echo:
-        raise InvalidValue("max_tokens: found 0, expected at least 1 unless echo is true.", param="max_tokens")
+        field = ask.max_tokens_field
+        raise InvalidValue(f"{field}: found 0, expected at least 1 unless echo is true.", param=field)
     return ask
 
 
@@ -407,10 +411,16 @@ def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | 
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         priority=got.get("priority", 0),
+        cache_salt=got.get("cache_salt", ""),
+        max_tokens_field=_max_tokens_field(got),
         show_sampling=got.get("return_sampling_params", False),
         warnings=at.warnings,
         **rest,
     )
+
+
+def _max_tokens_field(got: dict[str, Any]) -> str:
+    return "max_completion_tokens" if "max_completion_tokens" in got else "max_tokens"
 
 
 def _max_tokens(got: dict[str, Any], at: Checking) -> int | None:
@@ -461,7 +471,7 @@ def room_for(ask: Ask, num_prompt: int, model: ServedModel) -> int:
         raise ContextLengthExceeded(
             f"This model's context is {model.max_context} tokens, but the prompt has {num_prompt} tokens and "
             f"{'at least 1' if wanted is None else wanted} more {'was' if wanted == 1 else 'were'} requested. "
-            "Fix: shorten the prompt or lower max_tokens.",
+            f"Fix: shorten the prompt or lower {ask.max_tokens_field}.",
             param=param,
         )
     if num_prompt == 0:

@@ -16,7 +16,7 @@ import msgspec
 
 from ai_engine.api.generation import Piece, Prompt
 from ai_engine.api.openai_types import DEFAULT_COMPLETION_TOKENS, Ask, ServedModel
-from ai_engine.ports.errors import AiEngineError
+from ai_engine.ports.errors import AiEngineError, Overloaded
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import TokenLogprob, Usage
 from ai_engine.ports.text import TextService, TokenEntry
@@ -157,5 +157,10 @@ def model_reply(model: ServedModel, name: str) -> dict[str, Any]:
 
 
 def error_reply(error: AiEngineError) -> dict[str, Any]:
-    """OpenAI's shape, on every path and every status; ``code`` is a string."""
-    return {"error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}}
+    """OpenAI's shape, on every path and every status; ``code`` is a string. Beside it ``details``, where there are any:
+    of a limit its numbers, of an overload the estimated wait."""
+    body = {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}
+    details = dict(error.details)
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        details["estimated_wait_s"] = round(error.retry_after_s, 3)
+    return {"error": body | {"details": details} if details else body}

@@ -6,6 +6,7 @@ Owns the order of work in a request. Does not own fields (openai_types.py), shap
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import msgspec
 
 from ai_engine.api.generation import Generation, Piece, Prompt
 from ai_engine.api.http import Exchange
+from ai_engine.api.keys import Key
 from ai_engine.api.openai_types import (
     SEED_SPAN,
     Ask,
@@ -27,7 +29,7 @@ from ai_engine.api.replies import Answer, encode, model_reply, whole_answer
 from ai_engine.api.stream import stream_answer
 from ai_engine.contracts.fields import Record
 from ai_engine.ports.clock import Clock
-from ai_engine.ports.errors import NotReady, ShuttingDown
+from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
 from ai_engine.ports.text import TextService
 
@@ -70,7 +72,7 @@ async def completions(door: Door, exchange: Exchange) -> None:
 
 
 def is_strict(exchange: Exchange) -> bool:
-    return exchange.config.strict or exchange.caller.strict
+    return exchange.config.strict or exchange.key.strict
 
 
 def refuse_while_draining(door: Door) -> None:
@@ -86,16 +88,46 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
     """Encode, submit, have the answer written; cancel what nobody waits for."""
     answer_id = f"{prefix}{door.entropy(12).hex()}"
     created = int(door.clock.wall_s())
-    ask = _with_seed(door, ask)
+    ask = _with_seed(door, as_allowed(ask, exchange, door.model))
     prompts = await _prompts(door, exchange, ask, answer_id)
     generation = Generation(ask, prompts, door.serving, door.text)
+    started = False
     try:
+        _reserve(exchange, prompts)
         await generation.start()
+        started = True
         await write(
             exchange, Answer(answer_id, created, ask, door.model, prompts[0].request.params), generation, door.text
         )
     finally:
         await generation.close()
+        if exchange.quota is not None:
+            usage = generation.usage()
+            exchange.quota.settle(usage.prompt_tokens + usage.completion_tokens if started else 0)
+
+
+def as_allowed(ask: Ask, exchange: Exchange, model: ServedModel) -> Ask:
+    """What the key makes of a request. Raises ModelNotFound for a model that it may not use, as for one that is not
+    there: which models there are is not everybody's to know."""
+    key = exchange.key
+    if not key.may_use(ask.model, model.id):
+        raise model.not_found(ask.model, [name for name in model.names if key.may_use(name, model.id)])
+    if ask.priority >= 0 or key.admin:
+        return ask
+    reason = f"priority: found {ask.priority}; requests of this key may give way (0 or more) but not go first."
+    if is_strict(exchange):
+        raise UnsupportedParameter(f"{reason} Fix: leave it out.", param="priority")
+    return msgspec.structs.replace(ask, priority=0, warnings=[*ask.warnings, f"{reason} 0 is used."])
+
+
+def _reserve(exchange: Exchange, prompts: Sequence[Prompt]) -> None:
+    """Take what the prompts may use out of the key's tokens per minute. Raises RateLimitExceeded."""
+    if exchange.quota is not None:
+        requests = [prompt.request for prompt in prompts]
+        exchange.quota.reserve(
+            sum(len(request.prompt) for request in requests), [request.params.max_tokens for request in requests
+            for _ in range(request.n)]
+        )  # fmt: skip
 
 
 async def write_answer(exchange: Exchange, answer: Answer, generation: Generation, text: TextService) -> None:
@@ -135,13 +167,21 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
             params=msgspec.structs.replace(ask.sampling, max_tokens=max(1, room)),
             n=ask.n,
             model=door.model.id,
-            tenant=exchange.caller.tenant,
-            priority=ask.priority,
-            timeout_s=exchange.config.request_timeout_s,
+            tenant=exchange.key.name,
+            weight=exchange.key.weight,
+            cache_scope=_cache_scope(exchange.key, ask),
+            priority=exchange.key.priority + ask.priority,
+            timeout_s=exchange.timeout_s,
         )
         text = "" if not needs_text else source if isinstance(source, str) else door.text.decode(ids)
         prompts.append(Prompt(request, text))
     return prompts
+
+
+def _cache_scope(key: Key, ask: Ask) -> str:
+    """The key's own; a salt makes it narrower and never another key's."""
+    salt = f"\0{hashlib.sha256(ask.cache_salt.encode()).hexdigest()}" if ask.cache_salt else ""
+    return key.cache_scope + salt
 
 
 async def collect(generation: Generation) -> list[Piece]:
@@ -162,7 +202,8 @@ async def collect(generation: Generation) -> list[Piece]:
 
 async def models(door: Door, exchange: Exchange) -> None:
     """GET /v1/models"""
-    data = [model_reply(door.model, name) for name in door.model.names]
+    names = [name for name in door.model.names if exchange.key.may_use(name, door.model.id)]
+    data = [model_reply(door.model, name) for name in names]
     await exchange.reply(200, encode({"object": "list", "data": data}))
 
 
@@ -170,6 +211,8 @@ async def model_by_id(door: Door, exchange: Exchange) -> None:
     """GET /v1/models/{id}; ids may contain slashes"""
     name = exchange.params["id"]
     door.model.check_name(name)
+    if not exchange.key.may_use(name, door.model.id):
+        raise door.model.not_found(name, [])
     await exchange.reply(200, encode(model_reply(door.model, name)))
 
 

@@ -44,6 +44,9 @@ class StepDone(msgspec.Struct, frozen=True, tag="step", array_like=True):
     evicted_pages: int
     preempted: int
     work: list[StepWork] = []  # which sequence ran how many rows
+    predicted_s: float = 0.0  # what the scheduler thought the step would take
+    drafted: int = 0  # guesses that were verified
+    accepted: int = 0  # of those, how many were right
 
 
 class ClockPair(msgspec.Struct, frozen=True, tag="clock", array_like=True):

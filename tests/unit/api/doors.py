@@ -17,8 +17,10 @@ from typing import Any
 
 import uvicorn
 
-from ai_engine.api.app import Api
+from ai_engine.api.app import ROUTES, Api
 from ai_engine.api.http import ApiConfig
+from ai_engine.api.keys import Keys
+from ai_engine.api.limits import Limiter
 from ai_engine.api.openai_types import ServedModel
 from ai_engine.data.output import OutputPath
 from ai_engine.ports.clock import Clock
@@ -78,6 +80,14 @@ def counting_entropy() -> Callable[[int], bytes]:
     return lambda n: next(counter).to_bytes(n, "big")
 
 
+def api_config(**config: Any) -> ApiConfig:
+    """What `serve` starts with, unless told otherwise."""
+    fields: dict[str, Any] = {
+        "strict": False, "max_body_bytes": 8 << 20, "request_timeout_s": None, "cors_origins": ()
+    }  # fmt: skip
+    return ApiConfig(**fields | config)
+
+
 def make_api(
     serving: Serving | None = None,
     *,
@@ -88,6 +98,9 @@ def make_api(
     metrics: Callable[[], bytes] = lambda: b"# EOF\n",
     on_startup: Callable[[], Awaitable[None]] | None = None,
     on_shutdown: Callable[[], Awaitable[None]] | None = None,
+    keys: Keys | None = None,
+    limiter: Limiter | None = None,
+    routes: Mapping[str, Any] = ROUTES,
     **config: Any,
 ) -> Api:
     return Api(
@@ -96,7 +109,10 @@ def make_api(
         model=model,
         telemetry=telemetry or MemoryTelemetry(),
         metrics=metrics,
-        config=ApiConfig(**config),
+        config=api_config(**config),
+        keys=keys,
+        limiter=limiter,
+        routes=routes,
         clock=clock or VirtualClock(),
         entropy=counting_entropy(),
         on_startup=on_startup,
