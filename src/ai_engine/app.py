@@ -119,7 +119,9 @@ def engine_options(config: EngineConfig, eos_ids: frozenset[int] = frozenset()) 
     )
 
 
-def build_service(runtime: Runtime, serve: ServeConfig, telemetry: Telemetry, eos_ids: frozenset[int]) -> Service:
+def build_service(
+    runtime: Runtime, engine: EngineConfig, serve: ServeConfig, telemetry: Telemetry, eos_ids: frozenset[int]
+) -> Service:
     from ai_engine.serving.config import ServingConfig
     from ai_engine.serving.service import Service
 
@@ -127,6 +129,7 @@ def build_service(runtime: Runtime, serve: ServeConfig, telemetry: Telemetry, eo
         max_queue_requests=serve.max_queue_requests,
         max_queue_tokens=serve.max_queue_tokens,
         step_target_s=serve.step_target_ms / 1000.0,
+        speculation=engine.speculation,
     )
     return Service(runtime, telemetry=telemetry, config=config, eos_ids=eos_ids)
 
@@ -250,7 +253,7 @@ async def open_local_path(
         except BaseException:
             text.close()
             raise
-    service = build_service(runtime, serve, recorded(runtime, telemetry), text.eos_ids)
+    service = build_service(runtime, engine, serve, recorded(runtime, telemetry), text.eos_ids)
     await service.start()
     return Local(service, runtime, text, data.defaults)
 

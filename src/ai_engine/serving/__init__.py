@@ -6,6 +6,7 @@ scheduler.py  plan(): who runs how many tokens this step, pure
 rules.py      admission and stop rules, lists of small functions
 queue.py      the waiting line: priorities, fair shares per tenant
 cost.py       how long will a step take
+lookup.py     guesses of the next tokens, from what was said before
 state.py      what the scheduler knows, and its invariants
 config.py     every number and its default
 """

@@ -28,7 +28,7 @@ from ai_engine.ports.telemetry import (
 )
 from ai_engine.serving import scheduler
 from ai_engine.serving.config import ServingConfig
-from ai_engine.serving.cost import Load
+from ai_engine.serving.cost import CostModel, Load, prior_s
 from ai_engine.serving.rules import may_start, stop_reason
 from ai_engine.serving.state import Choice, Group, State
 
@@ -70,7 +70,10 @@ class StepLoop:
         self._telemetry = telemetry
         self._eos_ids = eos_ids
         self._now_s = clock.now_s()
-        self.state = State(runtime.limits, config, runtime.pages_needed)
+        memory = runtime.memory
+        cost = CostModel(prior_s(memory.weights, memory.kv_bytes_per_token))
+        self.state = State(runtime.limits, config, runtime.pages_needed, cost)
+        self._guesses = config.speculation == "lookup"
         self._budget = runtime.budget()
         self._groups: dict[str, Group] = {}
         self._open: dict[int, Choice] = {}  # by seq_id
@@ -253,7 +256,7 @@ class StepLoop:
 
     def _step(self, now: float) -> None:
         state = self.state
-        plan, load = scheduler.plan(state, self._budget, now)
+        plan, load = scheduler.plan(state, self._budget)
         assert plan.work or plan.release or plan.preempt, "work to do, and nothing planned"
         planned_s = self._clock.now_s()
         state.step = plan.step
@@ -269,10 +272,14 @@ class StepLoop:
         if plan.work:
             self.failed_steps, self.last_error = 0, ""
         self._budget = result.budget
+        predicted_s = state.cost.predict_s(load)
         self._learn(load, result)
-        self._emit_step(plan, load, result, planned_s - now)
+        self._emit_step(plan, result, planned_s - now, predicted_s)
         for work in plan.work:
-            self._open[work.seq_id].computed += work.num_tokens
+            choice = self._open[work.seq_id]
+            choice.computed += work.num_tokens
+            if self._guesses:
+                choice.index_prompt(work.num_tokens)
         for output in result.outputs:
             self.deliver(self._open[output.seq_id], output)
 
@@ -331,6 +338,8 @@ class StepLoop:
         choice.computed += max(0, len(tokens) - 1)  # accepted drafts are computed already
         if tokens:
             self._note_tokens(choice)
+            if self._guesses and finish is None:
+                choice.guess(len(tokens))
         logprobs = None if output.logprobs is None else output.logprobs[: len(tokens)]
         scores = _fresh_scores(choice, output.prompt_logprobs)
         if finish is not None:
@@ -415,7 +424,7 @@ class StepLoop:
 
     # telemetry
 
-    def _emit_step(self, plan: StepPlan, load: Load, result: StepResult, plan_s: float) -> None:
+    def _emit_step(self, plan: StepPlan, result: StepResult, plan_s: float, predicted_s: float) -> None:
         work = [_step_work(self._open[item.seq_id], item) for item in plan.work]
         decode = sum(item.decode for item in work)
         budget = result.budget
@@ -426,7 +435,7 @@ class StepLoop:
                 ended_s=result.ended_s,
                 plan_s=plan_s,
                 num_seqs=len(plan.work),
-                prefill_tokens=load.rows - decode,
+                prefill_tokens=sum(item.prefill for item in work),
                 decode_tokens=decode,
                 kept_rows=result.kept_rows,
                 running=len(self.state.running),
@@ -439,6 +448,9 @@ class StepLoop:
                 evicted_pages=result.evicted_pages,
                 preempted=len(plan.preempt),
                 work=work,
+                predicted_s=predicted_s,
+                drafted=sum(item.draft for item in work),
+                accepted=sum(max(0, len(output.tokens) - 1) for output in result.outputs),
             )
         )
 

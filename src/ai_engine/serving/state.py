@@ -17,6 +17,7 @@ from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import GenerateRequest, Terminal
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.cost import CostModel
+from ai_engine.serving.lookup import INDEXED_PER_STEP, Lookup, TokenIndex
 from ai_engine.serving.queue import FairQueue
 
 MAX_SEED = 1 << 64
@@ -37,6 +38,7 @@ class Group:
         self.leader = self.choices[0]  # computes the prompt
         self.forked = False  # the prompt is computed and the other choices were parked
         self.donor_id = 0  # a sequence that holds the prompt's pages
+        self.prompt_index = TokenIndex()  # filled as the prompt is computed, when sequences guess
 
     @property
     def holds_prompt(self) -> bool:
@@ -60,6 +62,7 @@ class Choice:
         "group",
         "index",
         "last_token_s",
+        "lookup",
         "params",
         "prompt_len",
         "scored",
@@ -86,6 +89,7 @@ class Choice:
         self.scored = 0  # prompt logprobs delivered
         self.scored_since_open = 0
         self.scores_prompt = False  # the open sequence keeps a logits row for each prompt row
+        self.lookup: Lookup | None = None  # from its first token on, when sequences guess
 
     @property
     def uncomputed(self) -> int:
@@ -106,6 +110,18 @@ class Choice:
             rows += max(0, min(self.computed + num_tokens, self.prompt_len - 1) - self.computed)
         return rows
 
+    def index_prompt(self, num_computed: int) -> None:
+        """Keep the index of the prompt up with a step that computed ``num_computed`` of its tokens."""
+        index = self.group.prompt_index
+        if index.end < self.prompt_len:
+            index.extend(self.tokens, min(index.end + max(num_computed, INDEXED_PER_STEP), self.prompt_len))
+
+    def guess(self, num_new: int) -> None:
+        """``num_new`` tokens came: judge what was guessed of them, and guess again."""
+        if self.lookup is None:
+            self.lookup = Lookup(self.group.prompt_index, self.prompt_len)
+        self.lookup.advance(self.tokens, num_new)
+
     def spec(self, seq_id: int, fork_of: int | None) -> SequenceSpec:
         request, params = self.group.request, self.params
         if params.prompt_logprobs is not None and self.scored >= self.prompt_len - 1:
@@ -115,7 +131,7 @@ class Choice:
             tokens=list(self.tokens),
             prompt_len=self.prompt_len,
             params=params,
-            namespace=f"{request.tenant}\0{request.adapter}",
+            namespace=f"{request.cache_scope}\0{request.adapter}",
             fork_of=fork_of,
         )
 
@@ -131,11 +147,13 @@ def _choice_params(params: SamplingParams, index: int) -> SamplingParams:
 class State:
     """Lists are kept oldest first. ``pages_needed`` is the runtime's question of that name; it changes nothing."""
 
-    def __init__(self, limits: Limits, config: ServingConfig, pages_needed: Callable[[int, int], int]) -> None:
+    def __init__(
+        self, limits: Limits, config: ServingConfig, pages_needed: Callable[[int, int], int], cost: CostModel
+    ) -> None:
         self.limits = limits
         self.config = config
         self.pages_needed = pages_needed
-        self.cost = CostModel()
+        self.cost = cost
         self.queue: FairQueue[Group] = FairQueue()
         self.running: list[Choice] = []  # open in the runtime
         self.parked: list[Choice] = []  # preempted, or waiting to fork: before anyone in the queue
