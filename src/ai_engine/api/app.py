@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from ai_engine.api import openapi, rest
+from ai_engine.api import openapi, rest, traces
 from ai_engine.api.http import ApiConfig, ClientDisconnected, Exchange, Header, Receive, Scope, Send
 from ai_engine.api.keys import ANYBODY, Key, Keys
 from ai_engine.api.limits import Limiter
@@ -30,8 +30,9 @@ from ai_engine.ports.errors import (
     ShuttingDown,
 )
 from ai_engine.ports.serving import Serving
-from ai_engine.ports.telemetry import HttpDone, RequestRefused, Telemetry
+from ai_engine.ports.telemetry import HttpDone, RequestRefused, RequestTraced, Telemetry
 from ai_engine.ports.text import TextService
+from ai_engine.ports.trace import TraceReader
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ ROUTES: dict[str, Mapping[str, Handler]] = {
     "/health": {"GET": rest.readyz},
     "/metrics": {"GET": rest.metrics},
     "/openapi.json": {"GET": openapi.openapi},
+    "/traces": {"GET": traces.recent},
+    "/traces/{id}": {"GET": traces.one},
 }
 OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 """Routes that never need a key. Every other one does, once there are keys."""
@@ -79,6 +82,7 @@ class Api:
         keys: Keys | None = None,
         limiter: Limiter | None = None,
         routes: Mapping[str, Mapping[str, Handler]] = ROUTES,
+        traces: TraceReader | None = None,
         clock: Clock | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
         on_startup: Callable[[], Awaitable[None]] | None = None,
@@ -91,6 +95,8 @@ class Api:
         self._routes = routes
         self._telemetry = telemetry
         self._door = rest.Door(serving, text, model, self._clock, metrics, entropy)
+        if traces is not None:
+            self._door.traces = traces
         self._on_startup = on_startup
         self._on_shutdown = on_shutdown
 
@@ -112,7 +118,7 @@ class Api:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_s = self._clock.now_s()
-        exchange = Exchange(scope, receive, send, self.config, self._door.entropy)
+        exchange = Exchange(scope, receive, send, self.config, self._door.entropy, self._clock.now_s)
         route, handlers = _find(exchange, self._routes)
         try:
             await self._dispatch(exchange, route, handlers)
@@ -127,7 +133,25 @@ class Api:
             if exchange.quota is not None:
                 exchange.quota.leave()
         method = exchange.method if exchange.method in _METHODS else "other"
-        self._telemetry.emit(HttpDone(route, method, exchange.status, self._clock.now_s() - started_s))
+        ended_s = self._clock.now_s()
+        self._telemetry.emit(HttpDone(route, method, exchange.status, ended_s - started_s, exchange.malformed_trace))
+        if exchange.requests:
+            self._telemetry.emit(self._traced(exchange, route, started_s, ended_s))
+
+    def _traced(self, exchange: Exchange, route: str, started_s: float, ended_s: float) -> RequestTraced:
+        return RequestTraced(
+            context=exchange.context,
+            route=route,
+            method=exchange.method,
+            status=exchange.status,
+            started_s=started_s,
+            ended_s=ended_s,
+            wall_s=self._clock.wall_s() - (self._clock.now_s() - started_s),
+            parts=exchange.parts.end(),
+            key=exchange.key.name,
+            requests=exchange.requests,
+            attributes=exchange.attributes,
+        )
 
     async def _dispatch(self, exchange: Exchange, route: str, handlers: Mapping[str, Handler]) -> None:
         exchange.common += self._cors(exchange)
@@ -242,9 +266,10 @@ def _find(exchange: Exchange, routes: Mapping[str, Mapping[str, Handler]]) -> Ro
     path = "/" + "/".join(parts)
     if path in routes and "{" not in path:
         return path, routes[path]
-    if len(parts) > 1 and parts[0] == "models" and "/models/{id}" in routes:
+    route = f"/{parts[0]}/{{id}}" if len(parts) > 1 else ""
+    if route in routes:
         exchange.params = {"id": "/".join(parts[1:])}
-        return "/models/{id}", routes["/models/{id}"]
+        return route, routes[route]
     return "unmatched", {}
 
 

@@ -12,13 +12,16 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 
 from ai_engine.api.keys import ANYBODY, Key
 from ai_engine.api.limits import Pass
+from ai_engine.api.trace_context import read_context, response_header
 from ai_engine.contracts.json_text import decode_json
 from ai_engine.ports.errors import BodyTooLarge, InvalidRequest, InvalidValue, RequestTimeout, UnsupportedMediaType
+from ai_engine.ports.trace import Parts
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -27,7 +30,7 @@ Header = tuple[bytes, bytes]
 T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_MAX_QUERY_BYTES = 8192
 _DISCARD_FACTOR = 4
 """A body over the limit is read and dropped up to this many limits, so that the client gets to read the answer."""
 
@@ -50,11 +53,28 @@ class ClientDisconnected(Exception):
     """Nobody is listening any more. Not an error of ours: nothing is sent, status 499 is counted."""
 
 
+def _query(scope: Scope) -> dict[str, str]:
+    """The last value of each name of the query."""
+    raw: bytes = scope.get("query_string", b"")
+    found = parse_qs(raw[:_MAX_QUERY_BYTES].decode("latin-1"), keep_blank_values=True)
+    return {name: values[-1] for name, values in found.items()}
+
+
 class Exchange:
     """One request and its response. ``params`` are the route's path parameters, ``key`` who asks, ``quota`` what that
-    key may still use (None: not asked)."""
+    key may still use (None: not asked). ``parts`` is its stopwatch; ``requests`` (ids in serving) and ``attributes``
+    (names and numbers, no text) are what its trace says."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ApiConfig, entropy: Callable[[int], bytes]):
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        config: ApiConfig,
+        entropy: Callable[[int], bytes],
+        now_s: Callable[[], float],
+    ) -> None:
+        self.parts = Parts(now_s)
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -69,8 +89,18 @@ class Exchange:
         self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort")
         self._body_read = False
         self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
-        self.trace_id = self._inbound_trace() or entropy(16).hex()
-        self.common += [(b"x-request-id", self.request_id.encode()), (b"x-ai-trace-id", self.trace_id.encode())]
+        self.context, self.malformed_trace = read_context(
+            scope["headers"], lambda: entropy(16).hex(), self.request_id, repr(now_s())
+        )
+        self.trace_id = self.context.trace_id
+        self.query = _query(scope)
+        self.requests: list[str] = []
+        self.attributes: dict[str, str | int | float | bool | list[str]] = {}
+        self.common += [
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-ai-trace-id", self.trace_id.encode()),
+            (b"traceresponse", response_header(self.context)),
+        ]
 
     def header(self, name: bytes) -> str:
         return self.headers.get(name, b"").decode("latin-1").strip()
@@ -96,11 +126,6 @@ class Exchange:
         found = self.header(b"x-request-id")
         return found if _REQUEST_ID.fullmatch(found) else ""
 
-    def _inbound_trace(self) -> str:
-        """The trace id of a W3C traceparent header, or ""."""
-        found = _TRACEPARENT.fullmatch(self.header(b"traceparent"))
-        return "" if found is None or found[0].startswith("ff") or set(found[1]) == {"0"} else found[1]
-
     # --- request ---
 
     async def json(self) -> Any:
@@ -112,6 +137,7 @@ class Exchange:
                 f"Content-Encoding {encoding[:40]!r} is not supported. Fix: send the body plain or gzipped."
             )
         body = await self._body()
+        self.parts.enter("contract")
         return decode_json(self._gunzip(body) if encoding == "gzip" else body)
 
     def _check_content_type(self) -> None:
@@ -204,6 +230,7 @@ class Exchange:
         self, status: int, body: bytes, *, content_type: bytes = b"application/json", headers: Sequence[Header] = ()
     ) -> None:
         """A whole response. A HEAD request gets the headers only."""
+        self.parts.enter("send")
         head = [(b"content-length", b"%d" % len(body)), *headers]
         if body:
             head.append((b"content-type", content_type))
@@ -211,6 +238,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def start_stream(self) -> None:
+        self.parts.enter("send")
         await self._start(
             200,
             [
@@ -223,6 +251,7 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         """Part of a stream; waits while the client does not read. Raises ClientDisconnected when it has not read for
         long; the connection is cut then, with what the client never read."""
+        self.parts.enter("send")
         try:
             async with asyncio.timeout(self.config.write_timeout_s):
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})

@@ -27,11 +27,13 @@ from ai_engine.api.openai_types import (
 )
 from ai_engine.api.replies import Answer, encode, model_reply, whole_answer
 from ai_engine.api.stream import stream_answer
+from ai_engine.api.traces import NoTraces, describe, describe_end
 from ai_engine.contracts.fields import Record
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
-from ai_engine.ports.text import TextService
+from ai_engine.ports.text import Encoded, TextService
+from ai_engine.ports.trace import TraceReader
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -46,6 +48,7 @@ class Door:
     clock: Clock
     metrics: Callable[[], bytes]
     entropy: Callable[[int], bytes]
+    traces: TraceReader = field(default_factory=NoTraces)
     draining: bool = False
     chat: Record = field(init=False)
     completion: Record = field(init=False)
@@ -90,7 +93,8 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
     created = int(door.clock.wall_s())
     ask = _with_seed(door, as_allowed(ask, exchange, door.model))
     prompts = await _prompts(door, exchange, ask, answer_id)
-    generation = Generation(ask, prompts, door.serving, door.text)
+    generation = Generation(ask, prompts, door.serving, door.text, exchange.parts)
+    describe(exchange, ask, prompts, answer_id)
     started = False
     try:
         _reserve(exchange, prompts)
@@ -101,8 +105,9 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
         )
     finally:
         await generation.close()
+        usage = generation.usage()
+        describe_end(exchange, generation, usage)
         if exchange.quota is not None:
-            usage = generation.usage()
             exchange.quota.settle(usage.prompt_tokens + usage.completion_tokens if started else 0)
 
 
@@ -153,12 +158,15 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
     prompts: list[Prompt] = []
     sources: Sequence[str | list[int]] = [""] if ask.prompts is None else ask.prompts
     for index, source in enumerate(sources):
+        exchange.parts.enter("encode_wait")
         if ask.messages is not None:
-            ids = (await door.text.encode_chat(ask.messages, **ask.template)).ids
+            encoded = await door.text.encode_chat(ask.messages, **ask.template)
         elif isinstance(source, str):
-            ids = (await door.text.encode_prompt(source, add_special=ask.add_special_tokens)).ids
+            encoded = await door.text.encode_prompt(source, add_special=ask.add_special_tokens)
         else:
-            ids = source
+            encoded = Encoded(source)
+        exchange.parts.encoded(encoded.stamps)
+        ids = encoded.ids
         room = room_for(ask, len(ids), door.model)
         request = GenerateRequest(
             request_id=answer_id if not prompts else f"{answer_id}-{index}",

@@ -9,8 +9,11 @@ conversation without such text has no marks, and its ids are those of encoding t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
@@ -30,9 +33,11 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> Encoded:
     """The prompt's ids; BOS once, if the model wants one. With ``continue_final_message`` the prompt ends with the
     last message's text, whatever the template puts after it. Raises InvalidRequest when the template refuses."""
+    begun_s = now_s()
     taken = sorted(_RESERVED & (template_kwargs or {}).keys())
     if taken:
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", param="chat_template_kwargs")
@@ -57,7 +62,9 @@ def encode_chat(
                 "the chat template drops the final message, so it cannot be continued", param="messages"
             )
         prompt = prompt.replace(end, "")
-    return tokenizer.encode_segments([(piece, True) for piece in prompt.split(mark)])
+    rendered_s = now_s()
+    encoded = tokenizer.encode_segments([(piece, True) for piece in prompt.split(mark)])
+    return msgspec.structs.replace(encoded, stamps=(begun_s, rendered_s, now_s()))
 
 
 def _unused_marks(value: Any) -> tuple[str, str]:

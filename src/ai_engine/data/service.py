@@ -8,10 +8,13 @@ megabytes take seconds. Does not own encoding itself (tokenizer.py, chat.py) nor
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ai_engine.data.chat import encode_chat
 from ai_engine.data.output import OutputPath
@@ -65,8 +68,13 @@ class ModelText:
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread(len(text)), lambda: self.tokenizer.encode(text, add_special=add_special)
+            self._thread(len(text)), lambda: self._encode(text, add_special)
         )
+
+    def _encode(self, text: str, add_special: bool) -> Encoded:
+        begun_s = time.monotonic()
+        encoded = self.tokenizer.encode(text, add_special=add_special)
+        return msgspec.structs.replace(encoded, stamps=(begun_s, begun_s, time.monotonic()))
 
     def token_bytes(self, token: int) -> bytes:
         return self.tokenizer.piece(token, skip_special=False)

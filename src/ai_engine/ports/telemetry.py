@@ -124,6 +124,7 @@ class HttpDone(msgspec.Struct, frozen=True, tag="http", array_like=True):
     method: str
     status: int
     seconds: float
+    malformed_trace: bool = False  # its traceparent broke the rules
 
 
 class RequestTraced(msgspec.Struct, frozen=True, tag="traced", array_like=True):

@@ -16,7 +16,10 @@ from ai_engine.ports.serving import TokenLogprob
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True):
+    """``stamps``, monotonic seconds: taken up by the encoder, template rendered, ids made; None: took no time."""
+
     ids: list[int]
+    stamps: tuple[float, float, float] | None = None
 
 
 class Tokenizer(Protocol):

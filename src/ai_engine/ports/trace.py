@@ -54,6 +54,16 @@ class Parts:
         self._name, self._began_s = name, now
         return now
 
+    def encoded(self, stamps: tuple[float, float, float] | None) -> None:
+        """A prompt is ids. ``stamps``: taken up by the encoder, template rendered, ids made; None: took no time."""
+        if stamps is not None:
+            begun_s, rendered_s, ended_s = stamps
+            if rendered_s > begun_s:
+                self.enter("template", begun_s)
+            self.enter("tokenise", rendered_s)
+            self.enter("contract", ended_s)
+        self.enter("contract")
+
     def end(self) -> list[Part]:
         """The last part ends; all of them, in order of their beginning."""
         self.enter(self._name)
