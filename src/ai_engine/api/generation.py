@@ -38,6 +38,7 @@ class Piece(msgspec.Struct):
     finish: str | None = None  # "stop" or "length"
     stop_reason: str | int | None = None
     num_tokens: int = 0  # of the choice so far
+    tokens: list[int] = []  # those that usage counts, kept only if they were asked for
     reasoning: str = ""
     calls: list[ToolDelta] = []
 
@@ -128,7 +129,10 @@ class _Choice:
             return False
         if self._echo_due and (chunk.tokens or chunk.finish):
             self._echo(piece)
+        counted = self.num_tokens
         stop = None if self._scores_only else self._push(chunk, piece)
+        if self._ask.show_tokens:
+            piece.tokens = piece.tokens + chunk.tokens[: self.num_tokens - counted]
         if stop is not None:
             self.finish, piece.stop_reason = "stop", stop
         elif chunk.finish in ("failed", "cancelled"):

@@ -83,7 +83,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     template: dict[str, Any] = {}  # keyword arguments of encode_chat
     add_special_tokens: bool = True
     sampling: SamplingParams
-    max_tokens: int | None  # None: the default of the kind
+    max_tokens: int | None  # None: default_tokens
+    default_tokens: int | None = None  # as many as there is room for, at most; None: all the room
     n: int = 1
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -96,6 +97,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # prefixes are shared with requests of the same salt only
     max_tokens_field: str = "max_tokens"  # the one that was sent
     show_sampling: bool = False
+    show_prompt_logprobs: bool = False
+    show_tokens: bool = False
     warnings: list[str] = []
 
 
@@ -227,8 +230,8 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
             Unsupported(_OLD_GUIDED),
         ),
         "use_beam_search": Unsupported(neutral=(False,)),
-        "prompt_logprobs": Unsupported(),
-        "return_token_ids": Unsupported(neutral=(False,)),
+        "prompt_logprobs": Integer(0, MAX_LOGPROBS),
+        "return_token_ids": Flag(),
         "return_tokens_as_token_ids": Unsupported(neutral=(False,)),
         "truncate_prompt_tokens": Unsupported("a prompt is never cut. Fix: shorten it yourself."),
         "cache_salt": Text(1, 256),
@@ -349,7 +352,11 @@ def completion_fields(vocab_size: int) -> Record:
 def read_chat(body: Any, fields: Record, model: ServedModel, *, strict: bool) -> Ask:
     """A chat request, checked. Raises InvalidRequest or ModelNotFound."""
     at = Checking(strict=strict)
-    got = fields.check(body, at)
+    return chat_ask(fields.check(body, at), model, at)
+
+
+def chat_ask(got: dict[str, Any], model: ServedModel, at: Checking, **rest: Any) -> Ask:
+    """What checked fields of a chat ask, whichever door they came through. Raises InvalidRequest or ModelNotFound."""
     if got.get("top_logprobs") and not got.get("logprobs"):
         raise InvalidValue("top_logprobs needs logprobs: true. Fix: set logprobs to true.", param="top_logprobs")
     if got.get("continue_final_message") and got.get("add_generation_prompt", False):
@@ -365,7 +372,7 @@ def read_chat(body: Any, fields: Record, model: ServedModel, *, strict: bool) ->
     if "chat_template_kwargs" in got:
         template["template_kwargs"] = got["chat_template_kwargs"]
     logprobs = got.get("top_logprobs", 0) if got.get("logprobs") else None
-    return _ask(got, model, at, logprobs, messages=got["messages"], template=template)
+    return _ask(got, model, at, logprobs, messages=got["messages"], template=template, **rest)
 
 
 def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bool) -> Ask:
@@ -380,11 +387,12 @@ def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bo
         got.get("logprobs"),
         prompts=got["prompt"],
         echo=echo,
+        default_tokens=DEFAULT_COMPLETION_TOKENS,
         add_special_tokens=got.get("add_special_tokens", True),
     )
-    if ask.max_tokens == 0 and not echo:
+    if ask.max_tokens == 0 and not echo and not ask.show_prompt_logprobs:
         field = ask.max_tokens_field
-        raise InvalidValue(f"{field}: found 0, expected at least 1 unless echo is true.", param=field)
+        raise InvalidValue(f"{field}: found 0, expected at least 1 unless the prompt is scored (echo).", param=field)
     return ask
 
 
@@ -397,6 +405,11 @@ def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | 
     if options and not got.get("stream"):
         at.path[:] = ["stream_options"]
         at.ignored("not used without stream: true.")
+    if "prompt_logprobs" in got and got.get("stream"):
+        raise UnsupportedParameter(
+            "prompt_logprobs: not part of a stream. Fix: leave stream out, or score with echo and logprobs.",
+            param="prompt_logprobs",
+        )
     if got.get("min_tokens") and stop:
         raise UnsupportedParameter("min_tokens together with stop strings is not supported.", param="min_tokens")
     return Ask(
@@ -414,6 +427,8 @@ def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | 
         cache_salt=got.get("cache_salt", ""),
         max_tokens_field=_max_tokens_field(got),
         show_sampling=got.get("return_sampling_params", False),
+        show_prompt_logprobs="prompt_logprobs" in got,
+        show_tokens=got.get("return_token_ids", False),
         warnings=at.warnings,
         **rest,
     )
@@ -458,8 +473,12 @@ def _sampling(got: dict[str, Any], model: ServedModel, logprobs: int | None, ech
         stop_token_ids=tuple(got.get("stop_token_ids", ())),
         ignore_eos=got.get("ignore_eos", False),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echo else None,
+        prompt_logprobs=_widest(got.get("prompt_logprobs"), logprobs if echo else None),
     )
+
+
+def _widest(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
 
 
 def room_for(ask: Ask, num_prompt: int, model: ServedModel) -> int:
@@ -478,7 +497,7 @@ def room_for(ask: Ask, num_prompt: int, model: ServedModel) -> int:
         raise InvalidValue(f"{param}: found no tokens, expected at least one.", param=param)
     if wanted is not None:
         return wanted
-    limit = room if ask.messages is not None else min(DEFAULT_COMPLETION_TOKENS, room)
+    limit = room if ask.default_tokens is None else min(ask.default_tokens, room)
     if ask.sampling.min_tokens > limit:
         raise _too_many_at_least(ask.sampling.min_tokens, limit)
     return limit

@@ -195,13 +195,14 @@ def _cache_scope(key: Key, ask: Ask) -> str:
 async def collect(generation: Generation) -> list[Piece]:
     """One merged piece per choice."""
     texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
-    merged = [Piece(index, entries=[]) for index in range(generation.num_choices)]
+    merged = [Piece(index, entries=[], tokens=[]) for index in range(generation.num_choices)]
     while (pieces := await generation.next()) is not None:
         for piece in pieces:
             whole = merged[piece.index]
             texts[piece.index].append(piece.text)
             whole.entries += piece.entries
             whole.echoed = whole.echoed or piece.echoed
+            whole.tokens += piece.tokens
             whole.finish, whole.stop_reason = piece.finish, piece.stop_reason
     for whole, parts in zip(merged, texts, strict=True):
         whole.text = "".join(parts)
