@@ -60,6 +60,10 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "/readyz": Operation(method="get", summary="Work would be accepted now", reply="Ready", is_open=True, prefix=""),
     "/health": Operation(method="get", summary="As /readyz", reply="Ready", is_open=True, prefix=""),
     "/metrics": Operation(method="get", summary="Prometheus exposition text", prefix=""),
+    "/traces": Operation(method="get", summary="Where recent requests spent their time", reply="Document", prefix=""),
+    "/traces/{id}": Operation(
+        method="get", summary="A request down to the single op (?step=N or step=all)", reply="Document", prefix=""
+    ),
 }
 """Every route of app.ROUTES, by its name there."""
 
