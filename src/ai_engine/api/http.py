@@ -235,7 +235,7 @@ class Exchange:
         if body:
             head.append((b"content-type", content_type))
         await self._start(status, head)
-        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+        await self._write(b"" if self.method == "HEAD" else body, more=False)
 
     async def start_stream(self) -> None:
         self.parts.enter("send")
@@ -249,19 +249,23 @@ class Exchange:
         )
 
     async def write(self, data: bytes) -> None:
-        """Part of a stream; waits while the client does not read. Raises ClientDisconnected when it has not read for
-        long; the connection is cut then, with what the client never read."""
+        """Part of a stream; waits while the client does not read."""
         self.parts.enter("send")
+        await self._write(data, more=True)
+
+    async def end(self) -> None:
+        await self._write(b"", more=False)
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        """Raises ClientDisconnected when the client has read nothing for long: the connection is cut, with what it
+        never read, for a close would wait for that."""
         try:
             async with asyncio.timeout(self.config.write_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
             if self._abort is not None:
                 self._abort()
             raise ClientDisconnected from None
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         assert not self.started, "a response starts once"

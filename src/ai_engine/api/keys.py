@@ -129,6 +129,10 @@ _FILE: Final = Record(
 )
 
 
+SETTINGS: Final = tuple(name for name in _FIELDS if name != "sha256")
+"""What an operator says of a key."""
+
+
 def digest_of(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 

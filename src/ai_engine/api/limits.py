@@ -22,7 +22,7 @@ from ai_engine.ports.errors import RateLimitExceeded
 
 EXPECTED_OUTPUT_TOKENS: Final = 256
 _IDLE_NAMES: Final = 1024
-"""Names whose counters are kept although they are as new."""
+"""So many names' counters are kept although they are as new."""
 
 
 class Bucket:
@@ -64,11 +64,12 @@ class _Use:
         self.requests = _current(self.requests, key.requests_per_minute, now_s)
         self.tokens = _current(self.tokens, key.tokens_per_minute, now_s)
 
-    @property
-    def idle(self) -> bool:
-        return not self.running and all(
-            bucket is None or bucket.level >= bucket.per_minute for bucket in (self.requests, self.tokens)
-        )
+    def as_new(self, now_s: float) -> bool:
+        """Nothing runs, and every bucket is full again."""
+        buckets = [bucket for bucket in (self.requests, self.tokens) if bucket is not None]
+        for bucket in buckets:
+            bucket.refill(bucket.per_minute, now_s)
+        return not self.running and all(bucket.level >= bucket.per_minute for bucket in buckets)
 
 
 def _current(bucket: Bucket | None, per_minute: int, now_s: float) -> Bucket | None:
@@ -122,7 +123,7 @@ class Pass:
         self._reserved += estimate
 
     def settle(self, used_tokens: int) -> None:
-        """Put right what was reserved. Idempotent: the first call counts."""
+        """Put right what was reserved; the last word counts."""
         if self._use.tokens is not None:
             self._use.tokens.level += self._reserved - used_tokens
         self._reserved = used_tokens
@@ -153,17 +154,18 @@ class Limiter:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._uses: dict[str, _Use] = {}
+        self._sweep_at = _IDLE_NAMES
 
     def of(self, key: Key) -> Pass:
         """A pass for one request, not entered yet."""
         return Pass(self, key, self._uses.setdefault(key.name, _Use()))
 
-    def running(self, name: str) -> int:
-        return self._uses[name].running if name in self._uses else 0
-
     def forget_idle(self) -> None:
-        if len(self._uses) > _IDLE_NAMES:
-            self._uses = {name: use for name, use in self._uses.items() if not use.idle}
+        """Drop the counters of names that have used nothing for a while."""
+        if len(self._uses) > self._sweep_at:
+            now_s = self.clock.now_s()
+            self._uses = {name: use for name, use in self._uses.items() if not use.as_new(now_s)}
+            self._sweep_at = max(_IDLE_NAMES, 2 * len(self._uses))
 
 
 def _refusal(

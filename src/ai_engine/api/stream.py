@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ai_engine.api.generation import Generation, Piece
-from ai_engine.api.http import Exchange
+from ai_engine.api.http import ClientDisconnected, Exchange
 from ai_engine.api.replies import (
     Answer,
     chat_logprobs,
@@ -137,7 +137,7 @@ class Frames:
 
 
 async def stream_answer(exchange: Exchange, answer: Answer, generation: Generation, text: TextService) -> None:
-    """Write the whole stream. Raises only before its first byte."""
+    """Write the whole stream. Raises only before its first byte, or ClientDisconnected."""
     frames = Frames(answer, generation, text)
     pieces = await generation.next()
     await exchange.start_stream()
@@ -146,6 +146,8 @@ async def stream_answer(exchange: Exchange, answer: Answer, generation: Generati
         last = frames.usage(await generation.settle()) if answer.ask.include_usage else b""
     except AiEngineError as error:
         last = _failure(error)
+    except ClientDisconnected:  # nobody reads what could be said
+        raise
     except Exception:  # the status is out: the stream itself must say that it broke
         logger.exception("stream %s failed, trace %s", answer.id, exchange.trace_id)
         last = _failure(AiEngineError("internal error while streaming; see the server's log"))
