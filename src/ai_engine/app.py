@@ -29,7 +29,7 @@ from ai_engine.ports.progress import Progress, no_progress
 from ai_engine.ports.runtime import Limits, MemoryReport, Runtime
 from ai_engine.ports.serving import Chunk, GenerateRequest, Health, Serving
 from ai_engine.ports.telemetry import Event, PhaseDone, Telemetry
-from ai_engine.ports.trace import ProgramInfo, RingsHandle, TraceSource
+from ai_engine.ports.trace import PagesHandle, ProgramInfo, RingsHandle, TraceSource
 
 if TYPE_CHECKING:
     from ai_engine.data.service import ModelText
@@ -85,6 +85,7 @@ def build_runtime(
     """Weights packed, kernels ready, pages allocated, shapes warmed up."""
     from ai_engine.hardware.arena import MappedArena
     from ai_engine.hardware.machine import read_machine
+    from ai_engine.hardware.shared import SharedBytes
     from ai_engine.ports.clock import SystemClock
     from ai_engine.runtime.engine import build_engine
 
@@ -98,6 +99,7 @@ def build_runtime(
             SystemClock(),
             engine_options(config, eos_ids),
             progress=phase_timer(progress, telemetry),
+            make_page_map=SharedBytes,
         )
     except BaseException:
         kernels.close()
@@ -136,13 +138,14 @@ def build_service(
 
 def trace_source(runtime: Runtime) -> TraceSource | None:
     """What traces of this engine are read from; None where the kernels leave no stamps."""
+    from ai_engine.hardware.shared import SharedBytes
     from ai_engine.kernels.cpu import abi
     from ai_engine.kernels.cpu.backend import CpuKernels
     from ai_engine.runtime.engine import Engine
 
     if not isinstance(runtime, Engine) or not isinstance(runtime.kernels, CpuKernels):
         return None
-    rings, resources = runtime.kernels.rings, runtime.resources
+    rings, resources, pages = runtime.kernels.rings, runtime.resources, runtime.pool.page_map
     return TraceSource(
         RingsHandle(f"/proc/{os.getpid()}/fd/{rings.fd}", rings.num_threads, rings.entries, abi.RING_HEADER_BYTES),
         ProgramInfo(
@@ -152,6 +155,7 @@ def trace_source(runtime: Runtime) -> TraceSource | None:
             weights={name: spec for name, (spec, _) in resources.weights.items()},
             kv_shape=resources.kv_shape,
         ),
+        PagesHandle(pages.path, len(pages), runtime.pool.page_tokens) if isinstance(pages, SharedBytes) else None,
     )
 
 

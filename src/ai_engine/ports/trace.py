@@ -92,6 +92,14 @@ class RingsHandle(msgspec.Struct, frozen=True):
     header_bytes: int
 
 
+class PagesHandle(msgspec.Struct, frozen=True):
+    """Where the states of the KV pages lie, a byte each (runtime.kv: free, cached, held, shared): a file as above."""
+
+    path: str
+    num_pages: int
+    page_tokens: int
+
+
 class ProgramInfo(msgspec.Struct, frozen=True):
     """The program behind the slots: call i is slot i, run by kernel ``kernels[i]``."""
 
@@ -126,6 +134,7 @@ class TraceSource(msgspec.Struct, frozen=True):
 
     rings: RingsHandle
     program: ProgramInfo
+    pages: PagesHandle | None = None
 
 
 class TraceReader(Protocol):
