@@ -147,3 +147,11 @@ class TraceReader(Protocol):
     def tree(self, trace_id: str, *, key: str | None, steps: Sequence[int] | Literal["all"]) -> dict[str, Any] | None:
         """A request's tree; the named steps with their layers and ops. None: no such trace, or another key's."""
         ...
+
+
+class PagesReader(Protocol):
+    """The pool of KV pages as the console draws it. Implementation: observe.pages.PageReader."""
+
+    def read(self) -> tuple[int, str]:
+        """(tokens a page, a digit for each page: 0 free, 1 cached, 2 held, 3 shared); (0, "") without an engine."""
+        ...
