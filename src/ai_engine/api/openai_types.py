@@ -161,6 +161,7 @@ class _Message:
             "name": Text(0, 256),
             "tool_calls": ListOf(_TOOL_CALL, 0, 128),
             "tool_call_id": Text(1, 256),
+            "reasoning_content": Text(),
             "refusal": Unused(),
             "audio": Unsupported(),
             "function_call": Unsupported("replaced by tool_calls. Fix: send tool_calls."),

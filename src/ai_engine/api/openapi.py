@@ -11,6 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from ai_engine.api.http import Exchange
+from ai_engine.api.message_events import MESSAGE_SHAPES
+from ai_engine.api.messages import message_fields
 from ai_engine.api.openai_types import ServedModel, chat_fields, completion_fields
 from ai_engine.api.replies import encode
 from ai_engine.api.rest import Door
@@ -51,6 +53,21 @@ OPERATIONS: Final[dict[str, Operation]] = {
         reply="Completion",
         event="CompletionChunk",
     ),
+    "/messages": Operation(
+        method="post",
+        summary="Answer a conversation, as Anthropic's clients ask",
+        body="MessageRequest",
+        reply="Message",
+        event="MessageEvent",
+        error="MessagesError",
+    ),
+    "/messages/count_tokens": Operation(
+        method="post",
+        summary="Tokens that a message's prompt has",
+        body="MessageRequest",
+        reply="MessageTokens",
+        error="MessagesError",
+    ),
     "/models": Operation(method="get", summary="The models served here", reply="ModelList"),
     "/models/{id}": Operation(method="get", summary="One model; its id may hold slashes", reply="Model"),
     "/openapi.json": Operation(method="get", summary="This document", reply="Document", prefix=""),
@@ -70,6 +87,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
 BODIES: Final[dict[str, Callable[[int], Check]]] = {
     "ChatRequest": chat_fields,
     "CompletionRequest": completion_fields,
+    "MessageRequest": message_fields,
 }
 """What parses each request body, given the vocabulary's size: the schemas come from these very checks."""
 
@@ -88,7 +106,7 @@ def document(model: ServedModel) -> Schema:
         "servers": [{"url": "/"}],
         "paths": {op.prefix + route: {op.method: _operation(route, op)} for route, op in OPERATIONS.items()},
         "components": {
-            "schemas": {**bodies, **SHAPES, "Document": {"type": "object"}},
+            "schemas": {**bodies, **SHAPES, **MESSAGE_SHAPES, "Document": {"type": "object"}},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},

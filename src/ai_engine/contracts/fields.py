@@ -207,6 +207,22 @@ class Anything:
 
 
 @dataclass(frozen=True)
+class AnyObject:
+    """An object of any fields: a JSON Schema, the arguments of a call."""
+
+    expected: str = "an object"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "object"}
+
+    def check(self, value: Any, at: Checking) -> dict[str, Any]:
+        if type(value) is not dict:
+            at.fail(show(value), self.expected)
+        return value
+
+
+@dataclass(frozen=True)
 class ListOf:
     item: Check
     min_items: int = 0
@@ -364,6 +380,43 @@ class Record:
             if name not in value:
                 at.path.append(name)
                 at.fail("nothing", self.fields[name].expected, "add this required field.")
+        return checked
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """An object whose ``type`` says which of several it is; ``default`` is the type of one that does not say. Types
+    in ``refused`` are known and not supported: why not."""
+
+    kinds: Mapping[str, Check]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    default: str = ""
+    expected: str = "an object with a type"
+
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [self._tagged(kind, schema_of(check)) for kind, check in self.kinds.items()]}
+
+    def _tagged(self, kind: str, schema: Schema) -> Schema:
+        is_optional = kind == self.default
+        properties = {**schema["properties"], "type": {"enum": [kind, None] if is_optional else [kind]}}
+        required = sorted({*schema["required"], *(() if is_optional else ("type",))})
+        return {**schema, "properties": properties, "required": required}
+
+    def check(self, value: Any, at: Checking) -> dict[str, Any]:
+        if type(value) is not dict:
+            at.fail(show(value), self.expected)
+        kind = value.get("type")
+        if kind is None:
+            kind = self.default
+        found = self.kinds.get(kind) if type(kind) is str else None
+        if found is None:
+            at.path.append("type")
+            if type(kind) is str and kind in self.refused:
+                at.unsupported(f'"{kind}" {self.refused[kind]}')
+            at.fail(show(value["type"]) if "type" in value else "nothing", Choice(tuple(self.kinds)).expected)
+        checked: dict[str, Any] = found.check(value, at)
+        checked["type"] = kind
         return checked
 
 
