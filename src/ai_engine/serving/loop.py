@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
@@ -174,6 +174,7 @@ class StepLoop:
             group,
             tenant=request.tenant,
             cost_tokens=group.expected_tokens,
+            weight=request.weight,
             priority=request.priority,
         )
         if request.timeout_s is not None:
@@ -199,19 +200,23 @@ class StepLoop:
     # opening
 
     def _open_ready(self, now: float) -> None:
-        """Open who may start: the parked in order of age, then the queue; nobody passes one who has to wait."""
-        while (choice := self._next_waiting()) is not None and may_start(self.state, choice, self._budget):
+        """Open who may start: the parked in order of age, then the queue; nobody passes one who has to wait, unless
+        that one waits for its own tenant's seats."""
+        barred = self.state.full_tenants()
+        while (choice := self._next_waiting(barred)) is not None and may_start(self.state, choice, self._budget):
             if choice.group.queued:
-                self.state.queue.pop()
+                self.state.queue.pop(barred)
                 self._left_queue(choice.group)
             else:
-                self.state.parked.pop(0)
+                self.state.parked.remove(choice)
             self._open_choice(choice, now)
+            barred = self.state.full_tenants()
 
-    def _next_waiting(self) -> Choice | None:
-        if self.state.parked:
-            return self.state.parked[0]
-        group = self.state.queue.peek()
+    def _next_waiting(self, barred: Set[str]) -> Choice | None:
+        parked = next((choice for choice in self.state.parked if choice.tenant not in barred), None)
+        if parked is not None:
+            return parked
+        group = self.state.queue.peek(barred)
         return None if group is None else group.leader
 
     def _open_choice(self, choice: Choice, now: float) -> None:
@@ -275,11 +280,14 @@ class StepLoop:
         predicted_s = state.cost.predict_s(load)
         self._learn(load, result)
         self._emit_step(plan, result, planned_s - now, predicted_s)
+        given: defaultdict[str, float] = defaultdict(float)
         for work in plan.work:
             choice = self._open[work.seq_id]
             choice.computed += work.num_tokens
+            given[choice.tenant] += work.num_tokens / choice.group.request.weight
             if self._guesses:
                 choice.index_prompt(work.num_tokens)
+        state.shares.serve(given, {choice.tenant for choice in state.running})
         for output in result.outputs:
             self.deliver(self._open[output.seq_id], output)
 

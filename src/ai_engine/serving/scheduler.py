@@ -111,11 +111,12 @@ def _decode(state: State, ledger: Ledger) -> None:
 
 
 def _prefill(state: State, ledger: Ledger) -> None:
-    """Chunks of prompts, oldest first. The first always advances; the next ones only by a chunk worth its overhead."""
+    """Chunks of prompts, in fair order. The first always advances; the next ones only by a chunk worth its overhead."""
     target_s = state.config.step_target_s if ledger.work else state.config.prefill_target_s
     first = True
-    for choice in state.running:
-        if choice.uncomputed == 1 or choice.seq_id in ledger.taken:
+    prompts = state.prompts_in_order()
+    for place, choice in enumerate(prompts):
+        if choice.seq_id in ledger.taken:
             continue
         if not (ledger.rows and ledger.seqs):
             return
@@ -125,7 +126,8 @@ def _prefill(state: State, ledger: Ledger) -> None:
         first = False
         fits = _within_pages(state, ledger, choice, num_tokens)
         if fits == 0:
-            ledger.short(choice, state.pages_needed(choice.seq_id, 1))
+            if all(choice.age < other.age for other in prompts[place + 1 :]):  # else it may not hold up the older
+                ledger.short(choice, state.pages_needed(choice.seq_id, 1))
         else:
             ledger.give(choice, fits, state.pages_needed(choice.seq_id, fits))
 

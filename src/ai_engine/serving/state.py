@@ -8,7 +8,8 @@ A request enters as one Group; its leader computes the prompt, then the other ch
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Set
 
 import msgspec
 
@@ -19,6 +20,7 @@ from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.cost import CostModel
 from ai_engine.serving.lookup import INDEXED_PER_STEP, Lookup, TokenIndex
 from ai_engine.serving.queue import FairQueue
+from ai_engine.serving.shares import Shares, seats_of_one
 
 MAX_SEED = 1 << 64
 
@@ -92,6 +94,10 @@ class Choice:
         self.lookup: Lookup | None = None  # from its first token on, when sequences guess
 
     @property
+    def tenant(self) -> str:
+        return self.group.request.tenant
+
+    @property
     def uncomputed(self) -> int:
         return len(self.tokens) - self.computed
 
@@ -155,6 +161,7 @@ class State:
         self.pages_needed = pages_needed
         self.cost = cost
         self.queue: FairQueue[Group] = FairQueue()
+        self.shares = Shares()
         self.running: list[Choice] = []  # open in the runtime
         self.parked: list[Choice] = []  # preempted, or waiting to fork: before anyone in the queue
         self.closing: list[int] = []  # sequences to release with the next plan
@@ -162,6 +169,27 @@ class State:
         # Everyone who runs must fit into one step, or the youngest would starve.
         most = min(limits.max_seqs, limits.max_logit_rows, limits.max_step_tokens)
         self.max_running = min(config.max_running or most, most)
+
+    def full_tenants(self) -> Set[str]:
+        """Tenants that have all the seats that one may take; requests of nobody by name have no such bound."""
+        bound = seats_of_one(self.max_running)
+        if len(self.running) < bound:
+            return frozenset()
+        seats = Counter(choice.tenant for choice in self.running)
+        return {tenant for tenant, taken in seats.items() if tenant and taken >= bound}
+
+    def prompts_in_order(self) -> list[Choice]:
+        """Sequences with more than one token to compute: who was given least first, then the oldest."""
+        prompts = [choice for choice in self.running if choice.uncomputed > 1]
+        if len({choice.tenant for choice in prompts}) < 2:
+            return prompts
+        seats = Counter(choice.tenant for choice in self.running)
+
+        def place(choice: Choice) -> tuple[int, float, float, tuple[int, int, int]]:
+            weight = choice.group.request.weight
+            return choice.age[0], self.shares.served(choice.tenant), seats[choice.tenant] / weight, choice.age
+
+        return sorted(prompts, key=place)
 
     @property
     def has_work(self) -> bool:
