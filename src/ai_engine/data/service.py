@@ -21,7 +21,7 @@ from ai_engine.data.output import OutputPath
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
 from ai_engine.ports.model import TokenizerData
-from ai_engine.ports.text import Encoded
+from ai_engine.ports.text import ANY_CALL, TEXT_ONLY, Encoded, ReplyForm, ToolChoice
 
 LONG_CHARS: Final = 1 << 16
 """Texts from here on, which take 50 ms or more, have a thread of their own."""
@@ -49,20 +49,24 @@ class ModelText:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = ANY_CALL,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> Encoded:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread(_num_chars(messages, LONG_CHARS)),
+            self._thread(_num_chars([messages, tools or ()], LONG_CHARS)),
             lambda: encode_chat(
                 self.template,
                 self.tokenizer,
                 messages,
                 tools=tools,
+                tool_choice=tool_choice,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
+                reasoning_effort=reasoning_effort,
             ),
         )
 
@@ -83,9 +87,17 @@ class ModelText:
         return b"".join(map(self.tokenizer.piece, tokens)).decode("utf-8", "replace")
 
     def open_output(
-        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+        self,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        form: ReplyForm = TEXT_ONLY,
+        call_ids: str = "",
     ) -> OutputPath:
-        return OutputPath(self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special)
+        return OutputPath(
+            self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special, form=form, call_ids=call_ids
+        )
 
     def close(self) -> None:
         for thread in (self._short, self._long):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from ai_engine.api.app import ROUTES, Api
@@ -25,7 +26,7 @@ from ai_engine.api.openai_types import ServedModel
 from ai_engine.data.output import OutputPath
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.serving import GenerateRequest, Serving
-from ai_engine.ports.text import Encoded, OutputStream
+from ai_engine.ports.text import ANY_CALL, TEXT_ONLY, Encoded, OutputStream, ReplyForm, ToolChoice
 from ai_engine.testing import ByteTokenizer, FakeTemplate, MemoryTelemetry, ScriptedServing, VirtualClock, answer
 
 MODEL = ServedModel(id="m", max_context=512, vocab_size=260, created=1_700_000_000, aliases=("org/name", "gpt-4o"))
@@ -33,10 +34,12 @@ Body = Mapping[str, Any] | bytes | None
 
 
 class ByteText:
-    """Implements ports.text.TextService over bytes."""
+    """Implements ports.text.TextService over bytes. ``form`` is how every chat's answer is written; its calls are read
+    when the request has tools."""
 
-    def __init__(self, *, add_bos: bool = False) -> None:
+    def __init__(self, *, add_bos: bool = False, form: ReplyForm = TEXT_ONLY) -> None:
         self.tokenizer = ByteTokenizer(add_bos=add_bos)
+        self.form = form
         self.template_calls: list[dict[str, Any]] = []
 
     @property
@@ -48,16 +51,25 @@ class ByteText:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = ANY_CALL,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> Encoded:
         self.template_calls.append(
             {"messages": messages, "add_generation_prompt": add_generation_prompt, "kwargs": template_kwargs}
+            | {"tools": tools, "tool_choice": tool_choice, "reasoning_effort": reasoning_effort}
         )
         renamed = [{**m, "role": "system" if m["role"] == "developer" else m["role"]} for m in messages]
         prompt = FakeTemplate().render(renamed, add_generation_prompt=add_generation_prompt)
-        return self.tokenizer.encode(prompt)
+        form = msgspec.structs.replace(
+            self.form,
+            calls=self.form.calls if tools and tool_choice.mode != "none" else "",
+            names=tuple(tool["function"]["name"] for tool in tools or ()),
+            one_call=bool(tool_choice.only) or not tool_choice.parallel,
+        )
+        return Encoded(self.tokenizer.encode(prompt).ids, form)
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
         return self.tokenizer.encode(text, add_special=add_special)
@@ -69,9 +81,17 @@ class ByteText:
         return b"".join(map(self.tokenizer.piece, tokens)).decode("utf-8", "replace")
 
     def open_output(
-        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+        self,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        form: ReplyForm = TEXT_ONLY,
+        call_ids: str = "",
     ) -> OutputStream:
-        return OutputPath(self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special)
+        return OutputPath(
+            self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special, form=form, call_ids=call_ids
+        )
 
 
 def counting_entropy() -> Callable[[int], bytes]:
