@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
+from ai_engine.observe.command import add_trace, run_trace
 from ai_engine.ports.errors import AiEngineError, ContextLengthExceeded
 from ai_engine.progress import ProgressBar
 from ai_engine.version import __version__
@@ -32,6 +33,7 @@ EPILOG = """examples:
                                                    make a key; then: ai-engine serve smollm2 --keys keys.json
   ai-engine inspect smollm2                        architecture, tensors, memory it will need
   ai-engine graph smollm2 --passes                 the graph after each compiler pass, and the program
+  ai-engine trace show 4bf92f3577b34da6a3ce929d0e0e4736   where a request's time went, down to the single op
 
 Errors say what to change. Ctrl-C stops cleanly. Docs: README.md, docs/trace.md.
 """
@@ -134,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_config(graph, EngineConfig, "engine")
 
+    add_trace(command("trace", run_trace, "show where the time of a request went, down to the single op"))
     return parser
 
 

@@ -81,6 +81,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace_memory: Annotated[
         int, Meta(description="bytes for traces of past requests and steps; the oldest are given up")
     ] = 32 << 20
+    otlp_endpoint: Annotated[
+        str, Meta(description="send spans to this OpenTelemetry collector (http://HOST:4318, protobuf over HTTP)")
+    ] = ""
     offline: Annotated[bool, Meta(description="never use the network to find the model")] = False
 
 
@@ -122,6 +125,10 @@ def check_serve(config: ServeConfig) -> ServeConfig:
     _between("request_timeout_s", config.request_timeout_s, 0, MAX_S)
     _at_least("max_body_bytes", config.max_body_bytes, 1024)
     _at_least("trace_memory", config.trace_memory, 1 << 20)
+    if config.otlp_endpoint and not config.otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint is {config.otlp_endpoint!r}; use a URL such as http://127.0.0.1:4318", param="otlp_endpoint"
+        )
     if not 0 < config.step_target_ms <= MAX_S * 1000:
         raise ConfigError(f"--step-target-ms is {config.step_target_ms}; use a positive time", param="step_target_ms")
     if config.metrics_addr:

@@ -34,6 +34,7 @@ from ai_engine.api.protocol import BoundedHttp
 from ai_engine.config import EngineConfig, ServeConfig, host_and_port
 from ai_engine.data.service import ModelText
 from ai_engine.observe.metrics import Metrics
+from ai_engine.observe.otlp import Exporter
 from ai_engine.observe.recorder import Fanout
 from ai_engine.observe.steps import StepStore
 from ai_engine.observe.traces import Traces
@@ -142,6 +143,11 @@ class Gateway:
         self.steps = StepStore(config.trace_memory, app.cost_of)
         self.traces = Traces(self.steps)
         self.telemetry = Fanout(self.metrics, self.traces)
+        self.exporter: Exporter | None = None
+        if config.otlp_endpoint:
+            resource = {"service.name": "ai_engine", "service.version": __version__, "ai_engine.model": self.name}
+            self.exporter = Exporter(config.otlp_endpoint, self.traces, resource)
+            self.telemetry.sinks.append(self.exporter)
         self.relay = app.Relay("the model is loading")
         self.stopping = asyncio.Event()
         self.at_once = asyncio.Event()  # asked twice
@@ -221,6 +227,8 @@ class Gateway:
             for listener in listeners:
                 listener.close()
             self.steps.stop()
+            if self.exporter is not None:
+                await asyncio.to_thread(self.exporter.close)
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
         return 128 + self.signal if self.at_once.is_set() else 0

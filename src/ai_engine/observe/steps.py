@@ -33,7 +33,9 @@ StepKey = tuple[int, int]
 
 
 class Op(msgspec.Struct, frozen=True):
-    """One op of one step. ``started_s`` is when the first thread began, ``ended_s`` when the last was done."""
+    """One op of one step. ``started_s`` is when the first thread began, ``ended_s`` when its work was done: when the
+    last thread was, but no later than anybody began what had to wait for it. (Work is shared out as threads come: one
+    that was kept off its core finds it done, passes through late, and holds nobody up.)"""
 
     slot: int
     started_s: float
@@ -84,6 +86,7 @@ class Engine:
             except (OSError, ValueError) as error:
                 self.problem = f"the rings cannot be mapped: {error}"
         self._classes, self._samples = _cost_classes(self.program)
+        self.next_stage = _next_stages(self.program)
 
     def costs(self, step: StepDone) -> list[OpCost]:
         """By slot. Slots that cost the same are asked for once."""
@@ -93,6 +96,15 @@ class Engine:
         tokens = sum(rows for rows, _ in sequences)
         found = [self._cost_of(call, self.program, tokens, step.kept_rows, sequences) for call in self._samples]
         return [found[index] for index in self._classes]
+
+
+def _next_stages(program: ProgramInfo | None) -> npt.NDArray[np.int64]:
+    """For each slot, the first slot behind the next barrier: nobody begins it before this slot's work is done."""
+    calls = program.calls if program is not None else []
+    stages = np.full(len(calls), len(calls), np.int64)
+    for slot in range(len(calls) - 2, -1, -1):
+        stages[slot] = slot + 1 if calls[slot].barrier else stages[slot + 1]
+    return stages
 
 
 def _cost_classes(program: ProgramInfo | None) -> tuple[list[int], list[Call]]:
@@ -290,7 +302,8 @@ def _decode(clock: CycleClock, engine: Engine, step: StepDone, by_thread: dict[i
     """Runs of the program, each a list of ops by slot; a run that lost entries at the front of a ring is left out."""
     assert engine.program is not None
     num_slots = len(engine.program.calls)
-    runs = [_runs(entries, num_slots) for entries in by_thread.values()]
+    threads = sorted(by_thread)
+    runs = [_runs(by_thread[thread], num_slots) for thread in threads]
     if not runs or len({len(run) for run in runs}) != 1:
         return
     costs = engine.costs(step)
@@ -298,16 +311,13 @@ def _decode(clock: CycleClock, engine: Engine, step: StepDone, by_thread: dict[i
         stamps = clock.to_seconds(np.stack([run[number] for run in runs]))  # [thread, slot, 2]
         if stamps is None:
             return
-        starts, ends = stamps[:, :, 0].min(axis=0).tolist(), stamps[:, :, 1].max(axis=0).tolist()
-        each = stamps.tolist()
+        starts, ends = stamps[:, :, 0], stamps[:, :, 1]
+        began = starts.min(axis=0)
+        limit = np.append(began, np.inf)[engine.next_stage]
+        done = np.where(starts < limit, np.minimum(ends, limit), -np.inf).max(axis=0)
+        each, begins, dones = stamps.tolist(), began.tolist(), done.tolist()
         yield [
-            Op(
-                slot,
-                starts[slot],
-                ends[slot],
-                [(thread, *each[row][slot]) for row, thread in enumerate(by_thread)],
-                costs[slot],
-            )
+            Op(slot, begins[slot], dones[slot], [(t, *each[row][slot]) for row, t in enumerate(threads)], costs[slot])
             for slot in range(num_slots)
         ]
 

@@ -4,8 +4,8 @@
                prefill, decode -> steps (each names all its requests) -> layers -> ops
 
 Owns what is kept of requests (bounded in bytes), whose trace is whose, and the tree's shape. Does not own steps
-(steps.py) nor formats (export.py). A step belongs to all requests in it: a request's ``share`` of it goes by rows and
-is no measurement. Every span's id follows from what it is, so that all exports of a trace agree.
+(steps.py) nor formats (otlp.py, perfetto.py). A step belongs to all requests in it: a request's ``share`` of it goes by
+rows and is no measurement. Every span's id follows from what it is, so that all exports of a trace agree.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Traces:
         self._traced: OrderedDict[str, list[RequestTraced]] = OrderedDict()  # by trace id, oldest first
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # by request id
         self._sequences: dict[tuple[int, int], SequenceOpened] = {}  # by (life, seq id)
+        self._firsts: dict[str, str] = {}  # of a body with several prompts, request id -> the first one's
         self.nbytes = 0
         self.dropped = 0  # requests given up to stay within the bytes
         self._lock = threading.Lock()  # of who emits; readers copy
@@ -78,6 +79,7 @@ class Traces:
             self._grow(self._requests[event.request_id], 400 + 32 * len(event.gaps_s))
         elif isinstance(event, RequestTraced) and event.requests:
             self._traced.setdefault(event.context.trace_id, []).append(event)
+            self._firsts |= dict.fromkeys(event.requests[1:], event.requests[0])
             self.nbytes += _REQUEST_BYTES
             self._trim()
 
@@ -105,6 +107,9 @@ class Traces:
         while self.nbytes > limit and len(self._traced) > 1:
             _, gone = self._traced.popitem(last=False)
             self.nbytes -= _REQUEST_BYTES * len(gone)
+            for traced in gone:
+                for name in traced.requests[1:]:
+                    self._firsts.pop(name, None)
 
     # --- trees out
 
@@ -123,7 +128,7 @@ class Traces:
         return {
             "trace_id": trace_id,
             "collector": self.store.status(),
-            "requests": [self._request_tree(item, steps) for item in traced],
+            "requests": [self.request_tree(item, steps) for item in traced],
         }
 
     def _summary(self, traced: RequestTraced) -> Tree:
@@ -139,7 +144,8 @@ class Traces:
             "parts": {part["name"]: part["seconds"] for part in self._parts(traced, [])},
         }
 
-    def _request_tree(self, traced: RequestTraced, wanted: Sequence[int] | Literal["all"]) -> Tree:
+    def request_tree(self, traced: RequestTraced, wanted: Sequence[int] | Literal["all"]) -> Tree:
+        """One request of a trace; ``wanted`` steps show their layers and ops."""
         origin, e2e = traced.started_s, traced.ended_s - traced.started_s
         runs = self._runs(traced)
         parts = self._parts(traced, runs)
@@ -173,7 +179,7 @@ class Traces:
         return [
             {
                 "name": part.name,
-                "span_id": span_id(context.trace_id, context.span_id, part.name),
+                "span_id": span_id(context.trace_id, traced.requests[0], part.name),
                 "at": part.started_s - origin,
                 "until": part.ended_s - origin,
                 "seconds": part.seconds,
@@ -251,12 +257,18 @@ class Traces:
         return tree
 
     def _links(self, key: StepKey, step: StepDone) -> list[Tree]:
-        """The requests that the step ran for, with their rows."""
+        """The requests that the step ran for: their prefill or decode span, and their rows."""
         links = []
         for work in step.work:
             opened = self._sequences.get((key[0], work.seq_id))
             if opened is not None:
-                links.append({"trace_id": opened.trace_id, "request_id": opened.request_id, "rows": work.rows})
+                part = "prefill" if work.prefill else "decode"
+                links.append({
+                    "trace_id": opened.trace_id,
+                    "span_id": span_id(opened.trace_id, self._firsts.get(opened.request_id, opened.request_id), part),
+                    "request_id": opened.request_id,
+                    "rows": work.rows,
+                })  # fmt: skip
         return links
 
     def step_id(self, key: StepKey) -> str:
