@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,13 @@ from ai_engine.ports.progress import Progress, no_progress
 from ai_engine.ports.runtime import Limits, MemoryReport, Runtime
 from ai_engine.ports.serving import Chunk, GenerateRequest, Health, Serving
 from ai_engine.ports.telemetry import Event, PhaseDone, Telemetry
+from ai_engine.ports.trace import PagesHandle, ProgramInfo, RingsHandle, TraceSource
 
 if TYPE_CHECKING:
     from ai_engine.data.service import ModelText
+    from ai_engine.kernels.catalog import Cost
     from ai_engine.kernels.cpu.lang import Target
-    from ai_engine.ports.kernels import Kernels
+    from ai_engine.ports.kernels import Call, Kernels
     from ai_engine.ports.model import ModelFile, TokenizerData
     from ai_engine.runtime.plan import EngineOptions
     from ai_engine.serving.service import Service
@@ -82,6 +85,7 @@ def build_runtime(
     """Weights packed, kernels ready, pages allocated, shapes warmed up."""
     from ai_engine.hardware.arena import MappedArena
     from ai_engine.hardware.machine import read_machine
+    from ai_engine.hardware.shared import SharedBytes
     from ai_engine.ports.clock import SystemClock
     from ai_engine.runtime.engine import build_engine
 
@@ -95,6 +99,7 @@ def build_runtime(
             SystemClock(),
             engine_options(config, eos_ids),
             progress=phase_timer(progress, telemetry),
+            make_page_map=SharedBytes,
         )
     except BaseException:
         kernels.close()
@@ -117,7 +122,9 @@ def engine_options(config: EngineConfig, eos_ids: frozenset[int] = frozenset()) 
     )
 
 
-def build_service(runtime: Runtime, serve: ServeConfig, telemetry: Telemetry, eos_ids: frozenset[int]) -> Service:
+def build_service(
+    runtime: Runtime, engine: EngineConfig, serve: ServeConfig, telemetry: Telemetry, eos_ids: frozenset[int]
+) -> Service:
     from ai_engine.serving.config import ServingConfig
     from ai_engine.serving.service import Service
 
@@ -125,8 +132,53 @@ def build_service(runtime: Runtime, serve: ServeConfig, telemetry: Telemetry, eo
         max_queue_requests=serve.max_queue_requests,
         max_queue_tokens=serve.max_queue_tokens,
         step_target_s=serve.step_target_ms / 1000.0,
+        speculation=engine.speculation,
     )
     return Service(runtime, telemetry=telemetry, config=config, eos_ids=eos_ids)
+
+
+def trace_source(runtime: Runtime) -> TraceSource | None:
+    """What traces of this engine are read from; None where the kernels leave no stamps."""
+    from ai_engine.hardware.shared import SharedBytes
+    from ai_engine.kernels.cpu import abi
+    from ai_engine.kernels.cpu.backend import CpuKernels
+    from ai_engine.runtime.engine import Engine
+
+    if not isinstance(runtime, Engine) or not isinstance(runtime.kernels, CpuKernels):
+        return None
+    rings, resources, pages = runtime.kernels.rings, runtime.resources, runtime.pool.page_map
+    return TraceSource(
+        RingsHandle(f"/proc/{os.getpid()}/fd/{rings.fd}", rings.num_threads, rings.entries, abi.RING_HEADER_BYTES),
+        ProgramInfo(
+            device=runtime.kernels.name,
+            calls=list(runtime.plan.lowered.calls),
+            kernels=[slot.kernel for slot in runtime.program.slots],
+            weights={name: spec for name, (spec, _) in resources.weights.items()},
+            kv_shape=resources.kv_shape,
+        ),
+        PagesHandle(pages.path, len(pages), runtime.pool.page_tokens) if isinstance(pages, SharedBytes) else None,
+    )
+
+
+def recorded(runtime: Runtime, telemetry: Telemetry) -> Telemetry:
+    """The telemetry of an engine's steps, with the clock pairs that its rings are read by."""
+    from ai_engine.kernels.cpu.backend import CpuKernels
+    from ai_engine.observe.recorder import Recorder
+    from ai_engine.runtime.engine import Engine
+
+    if isinstance(runtime, Engine) and isinstance(runtime.kernels, CpuKernels):
+        return Recorder(telemetry, runtime.kernels.clock.now)
+    return telemetry
+
+
+def cost_of(
+    call: Call, program: ProgramInfo, tokens: int, logit_rows: int, sequences: Sequence[tuple[int, int]]
+) -> Cost:
+    """Implements ports.trace.CostOf."""
+    from ai_engine.kernels import catalog
+
+    shape = catalog.StepShape(tokens, logit_rows, tuple(sequences))
+    return catalog.cost(call, program.weights, program.kv_shape, shape)
 
 
 def build_text(data: TokenizerData) -> ModelText:
@@ -206,7 +258,7 @@ async def open_local_path(
         except BaseException:
             text.close()
             raise
-    service = build_service(runtime, serve, telemetry, text.eos_ids)
+    service = build_service(runtime, engine, serve, recorded(runtime, telemetry), text.eos_ids)
     await service.start()
     return Local(service, runtime, text, data.defaults)
 

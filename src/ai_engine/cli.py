@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
+from ai_engine.observe.command import add_trace, run_trace
 from ai_engine.ports.errors import AiEngineError, ContextLengthExceeded
 from ai_engine.progress import ProgressBar
 from ai_engine.version import __version__
@@ -28,8 +29,11 @@ EPILOG = """examples:
   ai-engine generate smollm2 "Once upon a time"    continue a text in this process
   ai-engine chat smollm2                           talk in the terminal
   ai-engine models list                            what can be served by name, and what is on disk
+  ai-engine keys add keys.json team-a --tokens-per-minute 60000
+                                                   make a key; then: ai-engine serve smollm2 --keys keys.json
   ai-engine inspect smollm2                        architecture, tensors, memory it will need
   ai-engine graph smollm2 --passes                 the graph after each compiler pass, and the program
+  ai-engine trace show 4bf92f3577b34da6a3ce929d0e0e4736   where a request's time went, down to the single op
 
 Errors say what to change. Ctrl-C stops cleanly. Docs: README.md, docs/trace.md.
 """
@@ -115,6 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     pull.add_argument("model", help=model_help)
     pull.add_argument("--verify", action="store_true", help="check the digest of a file that is already here")
 
+    keys = command("keys", run_keys, "make, list, remove or check API keys in a file for `serve --keys FILE`")
+    add_keys(keys.add_subparsers(dest="what", metavar="add|list|remove|check", required=True))
+
     inspect = command("inspect", run_inspect, "show what a model file holds and what it will need")
     inspect.add_argument("model", help=model_help)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -128,7 +135,33 @@ def build_parser() -> argparse.ArgumentParser:
         "--layers", type=int, default=0, metavar="N", help="build only the first N layers, to read more easily"
     )
     add_config(graph, EngineConfig, "engine")
+
+    add_trace(command("trace", run_trace, "show where the time of a request went, down to the single op"))
     return parser
+
+
+def add_keys(what: Any) -> None:
+    """The options of ``keys``; their names are the file's fields."""
+    add = what.add_parser("add", help="make a key, write its digest and its limits, print the key once")
+    for name, text in (("list", "who has a key, with which limits"), ("check", "find what is wrong with the file")):
+        what.add_parser(name, help=text).add_argument("file", help="keys file (JSON)")
+    remove = what.add_parser("remove", help="take a key out; requests that run are not touched")
+    for parser, name in ((add, "whose key it is: limits and cached prefixes are by name"), (remove, "name or digest")):
+        parser.add_argument("file", help="keys file (JSON)")
+        parser.add_argument("name", help=name)
+    for flag, kind, text in (
+        ("requests-per-minute", int, "requests in a minute"),
+        ("tokens-per-minute", int, "prompt and output tokens in a minute"),
+        ("concurrent", int, "requests at once"),
+        ("priority", int, "lower runs first"),
+        ("weight", float, "share against other names (1)"),
+        ("shared-prefix", str, "share cached prefixes with keys that have the same text here"),
+        ("expires", str, "last moment, such as 2027-01-31T00:00:00Z"),
+    ):
+        add.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=text)
+    add.add_argument("--model", action="append", dest="models", metavar="ID", help="only this model; repeatable")
+    add.add_argument("--strict", action="store_true", default=None, help="refuse unknown and unused fields")
+    add.add_argument("--admin", action="store_true", default=None, help="may read everybody's traces and the metrics")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +258,26 @@ def run_models(args: argparse.Namespace) -> int:
         print(app.models_table())
     else:
         print(app.pull(args.model, ProgressBar(), verify=args.verify))
+    return 0
+
+
+def run_keys(args: argparse.Namespace) -> int:
+    import time
+    from pathlib import Path
+
+    from ai_engine.api import keys
+
+    path = Path(args.file)
+    if args.what == "add":
+        print(keys.add_key(path, {name: getattr(args, name) for name in keys.SETTINGS}))
+        print(f"this is the only time the key is shown; {path} has its digest", file=sys.stderr)
+    elif args.what == "remove":
+        gone = keys.remove_keys(path, args.name)
+        print(f"{len(gone)} of {args.name} removed; a server that runs sees it within a second or two")
+    elif args.what == "list":
+        print(keys.keys_table(keys.read_keys(path), time.time()))
+    else:
+        print(f"{path}: {len(keys.read_keys(path))} keys, nothing is wrong")
     return 0
 
 

@@ -38,6 +38,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["lru", "fifo", "hybrid"], Meta(description="which cached prefix page is given up first")
     ] = "lru"
     prefix_cache: Annotated[bool, Meta(description="share KV pages between requests that begin alike")] = True
+    speculation: Annotated[
+        Literal["off", "lookup"],
+        Meta(description="lookup: guess tokens that the prompt or answer held before; changes speed, not answers"),
+    ] = "lookup"
     kernels: Annotated[
         Literal["cpu", "reference"], Meta(description="cpu: compiled kernels; reference: NumPy, slow, for comparison")
     ] = "cpu"
@@ -50,14 +54,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `serve` adds: the door, the queue, the life cycle."""
 
-    host: Annotated[str, Meta(description="address to listen on; other than loopback needs --api-key")] = "127.0.0.1"
+    host: Annotated[str, Meta(description="address to listen on; other than loopback needs keys")] = "127.0.0.1"
     port: Annotated[int, Meta(description="port to listen on; 0 picks a free one")] = 8000
     served_name: Annotated[str, Meta(description="model id in /v1/models; default: the name given")] = ""
     alias: Annotated[
         tuple[str, ...],
         Meta(description="further model ids that clients may send; '*' takes any", extra={"many": True}),
     ] = ()
-    api_key: Annotated[str, Meta(description="key that every route but health needs (or $AI_ENGINE_API_KEY)")] = ""
+    api_key: Annotated[
+        str, Meta(description="an admin's key; every route but health needs a key then (or $AI_ENGINE_API_KEY)")
+    ] = ""
+    keys: Annotated[
+        str,
+        Meta(description="file of keys, their limits and rights; read again when it changes (see `ai-engine keys`)"),
+    ] = ""
+    metrics_addr: Annotated[
+        str, Meta(description="HOST:PORT of a second listener with /metrics and health only, without keys")
+    ] = ""
+    strict: Annotated[bool, Meta(description="refuse unknown and unused request fields instead of warning")] = False
     cors_origin: Annotated[
         tuple[str, ...], Meta(description="web origin that browsers may call from; repeatable", extra={"many": True})
     ] = ()
@@ -68,6 +82,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: Annotated[float, Meta(description="a request fails after this long; 0: never")] = 600.0
     max_body_bytes: Annotated[int, Meta(description="largest request body")] = 8 << 20
     drain_s: Annotated[float, Meta(description="on SIGTERM, seconds for running requests to finish")] = 30.0
+    trace_memory: Annotated[
+        int, Meta(description="bytes for traces of past requests and steps; the oldest are given up")
+    ] = 32 << 20
+    otlp_endpoint: Annotated[
+        str, Meta(description="send spans to this OpenTelemetry collector (http://HOST:4318, protobuf over HTTP)")
+    ] = ""
     offline: Annotated[bool, Meta(description="never use the network to find the model")] = False
 
 
@@ -108,15 +128,30 @@ def check_serve(config: ServeConfig) -> ServeConfig:
     _between("drain_s", config.drain_s, 0, MAX_S)
     _between("request_timeout_s", config.request_timeout_s, 0, MAX_S)
     _at_least("max_body_bytes", config.max_body_bytes, 1024)
+    _at_least("trace_memory", config.trace_memory, 1 << 20)
+    if config.otlp_endpoint and not config.otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint is {config.otlp_endpoint!r}; use a URL such as http://127.0.0.1:4318", param="otlp_endpoint"
+        )
     if not 0 < config.step_target_ms <= MAX_S * 1000:
         raise ConfigError(f"--step-target-ms is {config.step_target_ms}; use a positive time", param="step_target_ms")
-    if not is_loopback(config.host) and not config.api_key:
+    if config.metrics_addr:
+        host_and_port(config.metrics_addr)
+    if not is_loopback(config.host) and not config.api_key and not config.keys:
         raise ConfigError(
             f"--host {config.host} can be reached from other machines, and there is no key. "
-            "Give --api-key KEY (or AI_ENGINE_API_KEY), or listen on 127.0.0.1",
+            "Give --keys FILE or --api-key KEY (or AI_ENGINE_API_KEY), or listen on 127.0.0.1",
             param="host",
         )
     return config
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """'127.0.0.1:9090' or '[::1]:9090' in two. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--metrics-addr is {address!r}; use HOST:PORT, such as 127.0.0.1:9090", param="metrics_addr")
+    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -25,16 +25,24 @@ import uvicorn
 import uvloop
 
 from ai_engine import app
-from ai_engine.api.app import Api
+from ai_engine.api.app import METRICS_ROUTES, ROUTES, Api
 from ai_engine.api.http import ApiConfig, Receive, Scope, Send
+from ai_engine.api.keys import Keys
+from ai_engine.api.limits import Limiter
 from ai_engine.api.openai_types import ServedModel
 from ai_engine.api.protocol import BoundedHttp
-from ai_engine.config import EngineConfig, ServeConfig
+from ai_engine.config import EngineConfig, ServeConfig, host_and_port
 from ai_engine.data.service import ModelText
 from ai_engine.observe.metrics import Metrics
+from ai_engine.observe.otlp import Exporter
+from ai_engine.observe.recorder import Fanout
+from ai_engine.observe.steps import StepStore
+from ai_engine.observe.traces import Traces
+from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.errors import AiEngineError, ConfigError, EngineError, NotReady, error_from_code
 from ai_engine.ports.progress import Progress
 from ai_engine.ports.runtime import Limits, MemoryReport
+from ai_engine.ports.telemetry import KeysRead
 from ai_engine.ports.text import TextService
 from ai_engine.version import __version__
 from ai_engine.wire import ServingClient
@@ -48,6 +56,8 @@ EXAMPLE_CHAT = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 UNKNOWN_LIMIT = 1 << 31
+KEYS_POLL_S = 1.0
+"""How soon a change of the keys file is seen; SIGHUP makes it now."""
 
 
 class Gate:
@@ -130,6 +140,14 @@ class Gateway:
         self.name = config.served_name or model
         self.created = int(time.time())
         self.metrics = Metrics(__version__)
+        self.steps = StepStore(config.trace_memory, app.cost_of)
+        self.traces = Traces(self.steps)
+        self.telemetry = Fanout(self.metrics, self.traces)
+        self.exporter: Exporter | None = None
+        if config.otlp_endpoint:
+            resource = {"service.name": "ai_engine", "service.version": __version__, "ai_engine.model": self.name}
+            self.exporter = Exporter(config.otlp_endpoint, self.traces, resource)
+            self.telemetry.sinks.append(self.exporter)
         self.relay = app.Relay("the model is loading")
         self.stopping = asyncio.Event()
         self.at_once = asyncio.Event()  # asked twice
@@ -141,11 +159,17 @@ class Gateway:
             created=self.created,
             aliases=config.alias,
         )
+        self.keys = Keys(Path(config.keys) if config.keys else None, admin_key=config.api_key, on_read=self._on_keys)
+        self.limiter = Limiter(SystemClock())
         self.gate = Gate(self._api(cast(TextService, NoText()), loading))
+        self.metrics_gate = Gate(self._api(cast(TextService, NoText()), loading, only_metrics=True))
 
-    def _api(self, text: TextService, model: ServedModel) -> Api:
+    def _on_keys(self, num_keys: int, good: bool) -> None:
+        self.metrics.emit(KeysRead(num_keys, good))
+
+    def _api(self, text: TextService, model: ServedModel, *, only_metrics: bool = False) -> Api:
         config = ApiConfig(
-            api_key=self.config.api_key or None,
+            strict=self.config.strict,
             max_body_bytes=self.config.max_body_bytes,
             request_timeout_s=self.config.request_timeout_s or None,
             cors_origins=self.config.cors_origin,
@@ -154,9 +178,13 @@ class Gateway:
             serving=self.relay,
             text=text,
             model=model,
-            telemetry=self.metrics,
+            telemetry=self.telemetry,
             metrics=self.metrics.render,
+            traces=self.traces,
             config=config,
+            keys=None if only_metrics else self.keys,
+            limiter=self.limiter,
+            routes=METRICS_ROUTES if only_metrics else ROUTES,
         )
 
     def open_door(self, text: ModelText, limits: Limits, defaults: Mapping[str, float]) -> None:
@@ -174,22 +202,15 @@ class Gateway:
         )
 
     async def run(self) -> int:
-        listener = listen(self.config.host, self.config.port)
-        server = Server(
-            uvicorn.Config(
-                self.gate,
-                http=BoundedHttp,
-                log_level="critical",  # malformed HTTP is a client's doing: it is answered, not logged
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=5,
-                backlog=1024,
-            )
-        )
-        self._on_signals(server)
-        http = asyncio.create_task(server.serve(sockets=[listener]))
+        listeners = [listen(self.config.host, self.config.port)]
+        servers = [http_server(self.gate)]
+        if self.config.metrics_addr:
+            listeners.append(listen(*host_and_port(self.config.metrics_addr)))
+            servers.append(http_server(self.metrics_gate))
+        self._on_signals(servers)
+        self.steps.start()
+        listener, watch = listeners[0], asyncio.create_task(self._watch_keys())
+        http = asyncio.create_task(serve_all(servers, listeners))
         engine = asyncio.create_task(self._in_process(listener) if self.config.in_process else self._workers(listener))
         stop = asyncio.create_task(self.stopping.wait())
         try:
@@ -198,25 +219,46 @@ class Gateway:
         finally:
             engine.cancel()  # ends what is still open, so that its clients hear of it
             outcome = (await asyncio.gather(engine, return_exceptions=True))[0]
-            server.should_exit = True
+            for server in servers:
+                server.should_exit = True
             await http
             stop.cancel()
-            listener.close()
+            watch.cancel()
+            for listener in listeners:
+                listener.close()
+            self.steps.stop()
+            if self.exporter is not None:
+                await asyncio.to_thread(self.exporter.close)
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
         return 128 + self.signal if self.at_once.is_set() else 0
 
-    def _on_signals(self, server: Server) -> None:
-        """The first signal drains; the next one stops at once, whatever is still waited for."""
+    async def _watch_keys(self) -> None:
+        """Look at the keys file now and then; a change is in force from then on."""
+        while self.config.keys:
+            await asyncio.sleep(KEYS_POLL_S)
+            self._reload_keys()
+
+    def _reload_keys(self, *, force: bool = False) -> None:
+        before = self.keys.error
+        if self.keys.reload(force=force):
+            say(f"keys: read again, {len(self.keys)} in force")
+        elif self.keys.error and (force or self.keys.error != before):
+            say(f"keys: {self.keys.error}; the {len(self.keys)} read before stay in force")
+
+    def _on_signals(self, servers: list[Server]) -> None:
+        """The first signal drains; the next one stops at once, whatever is still waited for. SIGHUP reads the keys."""
 
         def on_signal(number: signal.Signals) -> None:
             if self.stopping.is_set() and not self.at_once.is_set():
                 say("stopping now")
                 self.signal = number
                 self.at_once.set()
-                server.force_exit = True
+                for server in servers:
+                    server.force_exit = True
             self.stopping.set()
 
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: self._reload_keys(force=True))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
@@ -237,7 +279,8 @@ class Gateway:
     # the engine, in this process
 
     async def _in_process(self, listener: socket.socket) -> None:
-        local = await app.open_local_path(self.path, self.engine, self.config, self.progress, self.metrics)
+        local = await app.open_local_path(self.path, self.engine, self.config, self.progress, self.telemetry)
+        self.steps.attach(app.trace_source(local.runtime))
         self.relay.target = local.serving
         self.open_door(local.text, local.limits, local.defaults)
         self._announce(listener, local.limits, local.runtime.memory, chats=answers_chats(local.text))
@@ -273,7 +316,8 @@ class Gateway:
                     if lives == 0:
                         app.give_back()
                     report = await worker.report()
-                    client = await ServingClient.connect(job.socket, telemetry=self.metrics)
+                    self.steps.attach(report.trace)  # before the first of its events
+                    client = await ServingClient.connect(job.socket, telemetry=self.telemetry)
                     try:
                         await self._one_life(client, report, listener, text, defaults, first=lives == 0)
                     finally:
@@ -317,7 +361,7 @@ class Gateway:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else shown}:{port}/v1"
-        key = ' -H "authorization: Bearer $AI_ENGINE_API_KEY"' if self.config.api_key else ""
+        key = "" if self.keys.open else ' -H "authorization: Bearer $AI_ENGINE_API_KEY"'
         body: dict[str, object] = {"model": self.name, "temperature": 0}
         if chats:
             route = "chat/completions"
@@ -326,10 +370,31 @@ class Gateway:
             route = "completions"
             body |= {"prompt": "The capital of France is", "max_tokens": 8}
         say(app.memory_line(memory, limits))
-        if not self.config.api_key:
+        say(f"traces: the last {app.format_bytes(self.config.trace_memory)} of steps and requests are kept")
+        if self.keys.open:
             say("no key is set: anyone on this machine may send requests")
         say(f"ready: {url} serves {self.name}. Try:")
         say(f"  curl {url}/{route} -H 'content-type: application/json'{key} -d '{json.dumps(body)}'")
+
+
+async def serve_all(servers: Sequence[Server], listeners: Sequence[socket.socket]) -> None:
+    await asyncio.gather(*(server.serve(sockets=[at]) for server, at in zip(servers, listeners, strict=True)))
+
+
+def http_server(gate: Gate) -> Server:
+    return Server(
+        uvicorn.Config(
+            gate,
+            http=BoundedHttp,
+            log_level="critical",  # malformed HTTP is a client's doing: it is answered, not logged
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+            backlog=1024,
+        )
+    )
 
 
 def answers_chats(text: ModelText) -> bool:

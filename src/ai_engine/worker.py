@@ -24,6 +24,7 @@ import msgspec
 from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.ports.errors import AiEngineError
 from ai_engine.ports.runtime import Limits, MemoryReport
+from ai_engine.ports.trace import TraceSource
 from ai_engine.progress import ProgressBar
 
 LEAVE_S = 10.0
@@ -39,10 +40,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Ready (limits and memory) or failed (code and message)."""
+    """Ready (limits and memory, and what its traces are read from) or failed (code and message)."""
 
     limits: Limits | None = None
     memory: MemoryReport | None = None
+    trace: TraceSource | None = None
     code: str = ""
     message: str = ""
 
@@ -76,10 +78,11 @@ async def run(job: Job, out: BinaryIO, serving: threading.Event) -> None:
         runtime = await asyncio.to_thread(app.build_runtime, file, job.engine, ProgressBar(), telemetry, job.eos_ids)
     del file  # its token lists
     app.give_back()
-    service = app.build_service(runtime, job.serve, telemetry, job.eos_ids)
+    service = app.build_service(runtime, job.engine, job.serve, app.recorded(runtime, telemetry), job.eos_ids)
     await service.start()
     try:
-        out.write(msgspec.json.encode(Report(limits=runtime.limits, memory=runtime.memory)) + b"\n")
+        report = Report(limits=runtime.limits, memory=runtime.memory, trace=app.trace_source(runtime))
+        out.write(msgspec.json.encode(report) + b"\n")
         out.flush()
         serving.set()
         await serve_serving(job.socket, service, telemetry=telemetry)

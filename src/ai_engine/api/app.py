@@ -6,15 +6,16 @@ nor bodies and ids (http.py). Paths work with and without /v1, and with a traili
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from ai_engine.api import rest
-from ai_engine.api.http import ApiConfig, Caller, ClientDisconnected, Exchange, Header, Receive, Scope, Send
+from ai_engine.api import openapi, rest, traces
+from ai_engine.api.http import ApiConfig, ClientDisconnected, Exchange, Header, Receive, Scope, Send
+from ai_engine.api.keys import ANYBODY, Key, Keys
+from ai_engine.api.limits import Limiter
 from ai_engine.api.openai_types import ServedModel
 from ai_engine.api.replies import encode, error_reply
 from ai_engine.ports.clock import Clock, SystemClock
@@ -23,12 +24,15 @@ from ai_engine.ports.errors import (
     InvalidApiKey,
     MethodNotAllowed,
     NotFound,
+    PermissionDenied,
+    RateLimitExceeded,
     RequestTimeout,
     ShuttingDown,
 )
 from ai_engine.ports.serving import Serving
-from ai_engine.ports.telemetry import HttpDone, Telemetry
+from ai_engine.ports.telemetry import HttpDone, RequestRefused, RequestTraced, Telemetry
 from ai_engine.ports.text import TextService
+from ai_engine.ports.trace import TraceReader
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +48,21 @@ ROUTES: dict[str, Mapping[str, Handler]] = {
     "/readyz": {"GET": rest.readyz},
     "/health": {"GET": rest.readyz},
     "/metrics": {"GET": rest.metrics},
+    "/openapi.json": {"GET": openapi.openapi},
+    "/traces": {"GET": traces.recent},
+    "/traces/{id}": {"GET": traces.one},
 }
 OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
-"""Routes that never need a key."""
+"""Routes that never need a key. Every other one does, once there are keys."""
+ADMIN_ROUTES = frozenset({"/metrics"})
+"""Routes that need an admin's key: they tell of everybody."""
+METRICS_ROUTES = {route: ROUTES[route] for route in (*sorted(OPEN_ROUTES), "/metrics")}
+"""All that a listener for scrapers (``--metrics-addr``) answers; it asks for no key."""
+EXPOSED_HEADERS = (
+    b"x-request-id, x-ai-trace-id, retry-after, x-should-retry, x-ratelimit-limit-requests, "
+    b"x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH"})
 _GONE = 499
 
@@ -62,16 +78,25 @@ class Api:
         model: ServedModel,
         telemetry: Telemetry,
         metrics: Callable[[], bytes],
-        config: ApiConfig | None = None,
+        config: ApiConfig,
+        keys: Keys | None = None,
+        limiter: Limiter | None = None,
+        routes: Mapping[str, Mapping[str, Handler]] = ROUTES,
+        traces: TraceReader | None = None,
         clock: Clock | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
         on_startup: Callable[[], Awaitable[None]] | None = None,
         on_shutdown: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.config = config or ApiConfig()
+        self.config = config
         self._clock = clock or SystemClock()
+        self._keys = keys or Keys()
+        self._limiter = limiter or Limiter(self._clock)
+        self._routes = routes
         self._telemetry = telemetry
         self._door = rest.Door(serving, text, model, self._clock, metrics, entropy)
+        if traces is not None:
+            self._door.traces = traces
         self._on_startup = on_startup
         self._on_shutdown = on_shutdown
 
@@ -93,8 +118,8 @@ class Api:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_s = self._clock.now_s()
-        exchange = Exchange(scope, receive, send, self.config, self._door.entropy)
-        route, handlers = _find(exchange)
+        exchange = Exchange(scope, receive, send, self.config, self._door.entropy, self._clock.now_s)
+        route, handlers = _find(exchange, self._routes)
         try:
             await self._dispatch(exchange, route, handlers)
         except ClientDisconnected:
@@ -104,8 +129,29 @@ class Api:
         except Exception:  # the last line of defence: a response in shape, and the cause in the log
             logger.exception("%s %s failed, trace %s", exchange.method, route, exchange.trace_id)
             await self._error(exchange, AiEngineError("internal error; the server's log has it under this trace id"))
+        finally:
+            if exchange.quota is not None:
+                exchange.quota.leave()
         method = exchange.method if exchange.method in _METHODS else "other"
-        self._telemetry.emit(HttpDone(route, method, exchange.status, self._clock.now_s() - started_s))
+        ended_s = self._clock.now_s()
+        self._telemetry.emit(HttpDone(route, method, exchange.status, ended_s - started_s, exchange.malformed_trace))
+        if exchange.requests:
+            self._telemetry.emit(self._traced(exchange, route, started_s, ended_s))
+
+    def _traced(self, exchange: Exchange, route: str, started_s: float, ended_s: float) -> RequestTraced:
+        return RequestTraced(
+            context=exchange.context,
+            route=route,
+            method=exchange.method,
+            status=exchange.status,
+            started_s=started_s,
+            ended_s=ended_s,
+            wall_s=self._clock.wall_s() - (self._clock.now_s() - started_s),
+            parts=exchange.parts.end(),
+            key=exchange.key.name,
+            requests=exchange.requests,
+            attributes=exchange.attributes,
+        )
 
     async def _dispatch(self, exchange: Exchange, route: str, handlers: Mapping[str, Handler]) -> None:
         exchange.common += self._cors(exchange)
@@ -113,7 +159,9 @@ class Api:
             await exchange.reply(204, b"", headers=self._preflight(exchange, handlers))
             return
         if route not in OPEN_ROUTES:
-            exchange.caller = self.authenticate(exchange)
+            exchange.key = self.authenticate(exchange)
+        if route in ADMIN_ROUTES and not exchange.key.admin:
+            raise PermissionDenied(f"{route} needs an admin's key. Fix: ask the operator for one.")
         if not handlers:
             raise NotFound(f"There is nothing at {exchange.path[:200]!r}. Fix: check the path; the API is under /v1.")
         handler = handlers.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -122,25 +170,42 @@ class Api:
             raise MethodNotAllowed(
                 f"{exchange.method[:20]} is not allowed at {exchange.path[:200]!r}. Fix: use {' or '.join(handlers)}."
             )
+        if exchange.method == "POST":
+            exchange.quota = self._limiter.of(exchange.key)
+            exchange.quota.enter()
         await handler(self._door, exchange)
 
-    def authenticate(self, exchange: Exchange) -> Caller:
-        """Who asks. Raises InvalidApiKey. The one place where keys are looked at."""
-        expected = self.config.api_key
-        if expected is None:
-            return Caller()
-        scheme, _, found = exchange.header(b"authorization").partition(" ")
-        key = found.strip() if scheme.lower() == "bearer" else exchange.header(b"x-api-key")
-        if not hmac.compare_digest(key.encode("latin-1"), expected.encode()):
+    def authenticate(self, exchange: Exchange) -> Key:
+        """Who asks. Raises InvalidApiKey, and PermissionDenied for a page of another site where nobody needs a key.
+        The one place where keys are looked at."""
+        if self._keys.open:
+            self._refuse_foreign_pages(exchange)
+            return ANYBODY
+        scheme, _, found = exchange.headers.get(b"authorization", b"").strip().partition(b" ")
+        presented = found if scheme.lower() == b"bearer" else exchange.headers.get(b"x-api-key", b"")
+        try:
+            if not presented.strip():
+                raise InvalidApiKey("There is no API key. Fix: send 'Authorization: Bearer <key>'.")
+            return self._keys.find(presented.strip(), self._clock.wall_s())
+        except InvalidApiKey:
             exchange.common.append((b"www-authenticate", b"Bearer"))
-            what = "The API key is wrong." if key else "There is no API key."
-            raise InvalidApiKey(f"{what} Fix: send 'Authorization: Bearer <key>'.")
-        return Caller()
+            raise
+
+    def _refuse_foreign_pages(self, exchange: Exchange) -> None:
+        """A web page may send a POST to this machine's loopback unseen, and needs no answer to do harm."""
+        origin, allowed = exchange.header(b"origin"), self.config.cors_origins
+        here = origin.partition("://")[2] == exchange.header(b"host")
+        if exchange.method == "POST" and origin and not here and origin not in allowed and "*" not in allowed:
+            raise PermissionDenied(
+                f"Pages of {origin[:200]!r} may not use this server. Fix: start it with --cors-origin {origin[:200]}."
+            )
 
     async def _error(self, exchange: Exchange, error: AiEngineError) -> None:
         """The error as a response, unless one has been started already (a handler's own bug, which is logged)."""
         if exchange.started:
             return
+        if isinstance(error, RateLimitExceeded):
+            self._telemetry.emit(RequestRefused(error.code))
         headers: list[Header] = []
         if error.retryable:
             wait_s = self.config.retry_after_s if error.retry_after_s is None else error.retry_after_s
@@ -162,7 +227,7 @@ class Api:
         if origin and (origin in origins or "*" in origins):
             allowed = origin if origin in origins else "*"
             headers.append((b"access-control-allow-origin", allowed.encode("latin-1")))
-            headers.append((b"access-control-expose-headers", b"x-request-id, x-ai-trace-id, retry-after"))
+            headers.append((b"access-control-expose-headers", EXPOSED_HEADERS))
         return headers
 
     def _preflight(self, exchange: Exchange, handlers: Mapping[str, Handler]) -> list[Header]:
@@ -193,17 +258,18 @@ class Api:
                 return
 
 
-def _find(exchange: Exchange) -> Route:
+def _find(exchange: Exchange, routes: Mapping[str, Mapping[str, Handler]]) -> Route:
     """The route's name (a bounded set: it labels metrics) and its handlers; sets path parameters."""
     parts = [part for part in exchange.path.split("/") if part]
     if parts[:1] == ["v1"]:
         parts = parts[1:]
     path = "/" + "/".join(parts)
-    if path in ROUTES and "{" not in path:
-        return path, ROUTES[path]
-    if len(parts) > 1 and parts[0] == "models":
+    if path in routes and "{" not in path:
+        return path, routes[path]
+    route = f"/{parts[0]}/{{id}}" if len(parts) > 1 else ""
+    if route in routes:
         exchange.params = {"id": "/".join(parts[1:])}
-        return "/models/{id}", ROUTES["/models/{id}"]
+        return route, routes[route]
     return "unmatched", {}
 
 

@@ -20,6 +20,7 @@ from ai_engine.api.openai_types import Ask
 from ai_engine.ports.errors import AiEngineError, EngineError, error_from_code
 from ai_engine.ports.serving import Chunk, GenerateRequest, Serving, TokenLogprob, Usage
 from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntry, ToolDelta
+from ai_engine.ports.trace import Parts
 
 SETTLE_S = 1.0
 """How long a stopped choice may take to report its usage; it needs one step."""
@@ -37,6 +38,7 @@ class Piece(msgspec.Struct):
     finish: str | None = None  # "stop" or "length"
     stop_reason: str | int | None = None
     num_tokens: int = 0  # of the choice so far
+    tokens: list[int] = []  # those that usage counts, kept only if they were asked for
     reasoning: str = ""
     calls: list[ToolDelta] = []
 
@@ -127,7 +129,10 @@ class _Choice:
             return False
         if self._echo_due and (chunk.tokens or chunk.finish):
             self._echo(piece)
+        counted = self.num_tokens
         stop = None if self._scores_only else self._push(chunk, piece)
+        if self._ask.show_tokens:
+            piece.tokens = piece.tokens + chunk.tokens[: self.num_tokens - counted]
         if stop is not None:
             self.finish, piece.stop_reason = "stop", stop
         elif chunk.finish in ("failed", "cancelled"):
@@ -199,8 +204,9 @@ def _num_chars(data: bytes) -> int:
 class Generation:
     """``start``, then ``next`` until None, then ``close`` whatever happened."""
 
-    def __init__(self, ask: Ask, prompts: list[Prompt], serving: Serving, text: TextService) -> None:
+    def __init__(self, ask: Ask, prompts: list[Prompt], serving: Serving, text: TextService, parts: Parts) -> None:
         self.ask = ask
+        self._parts = parts
         self.prompts = prompts
         self._serving = serving
         self._mailbox = _Mailbox()
@@ -225,6 +231,7 @@ class Generation:
 
     async def start(self) -> None:
         """Submit every prompt, in order. Raises what serving refuses with."""
+        self._parts.enter("submit")
         for index, prompt in enumerate(self.prompts):
             stream = await self._serving.submit(prompt.request)
             pump = asyncio.create_task(self._pump(index, stream))
@@ -249,7 +256,9 @@ class Generation:
             return None
         pieces: dict[int, Piece] = {}
         while not pieces and self._failure is None:  # chunks of a choice that a stop string ended make no piece
+            self._parts.enter("decode" if self._has_said else "first_token")
             arrived = await self._mailbox.take(quiet_s)
+            self._parts.enter("detokenise")
             if not arrived:
                 return []
             for prompt, item in arrived:
@@ -289,6 +298,11 @@ class Generation:
                             for choice in self._of(prompt):
                                 choice.ended = True
         return self.usage()
+
+    @property
+    def finishes(self) -> list[str]:
+        """How each choice ended, as far as it is known."""
+        return [choice.finish or (choice.failure.code if choice.failure else "") for choice in self._choices]
 
     def usage(self) -> Usage:
         """Prompt tokens once per prompt, completion tokens summed over choices."""

@@ -1,7 +1,8 @@
 """One HTTP exchange over ASGI: the request's headers, ids and body, and the response, started once.
 
-Owns limits (body size and time), content types, gzip bodies, request and trace ids, common headers, disconnects.
-Does not own routes, keys or what errors mean (app.py).
+Owns limits (body size and time, a client that does not read), content types, gzip bodies, request and trace ids,
+common headers, disconnects. A client that closes its sending half has left. Does not own routes, keys or what errors
+mean (app.py).
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 
+from ai_engine.api.keys import ANYBODY, Key
+from ai_engine.api.limits import Pass
+from ai_engine.api.trace_context import read_context, response_header
 from ai_engine.contracts.json_text import decode_json
 from ai_engine.ports.errors import BodyTooLarge, InvalidRequest, InvalidValue, RequestTimeout, UnsupportedMediaType
+from ai_engine.ports.trace import Parts
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -24,66 +30,101 @@ Header = tuple[bytes, bytes]
 T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_MAX_QUERY_BYTES = 8192
 _DISCARD_FACTOR = 4
 """A body over the limit is read and dropped up to this many limits, so that the client gets to read the answer."""
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the doors. ``cors_origins`` are exact origins, or "*"; none means no CORS headers at all."""
+    """Settings of the doors. Those without a default are the operator's (config.ServeConfig has their defaults)."""
 
-    api_key: str | None = None
-    strict: bool = False  # unknown and unused fields are errors
-    max_body_bytes: int = 8 << 20
+    strict: bool  # unknown and unused fields are errors, whatever the key
+    max_body_bytes: int
+    request_timeout_s: float | None  # from arrival at serving; None: no limit
+    cors_origins: tuple[str, ...]  # exact origins, or "*"; none means no CORS headers at all
     body_timeout_s: float = 30.0
-    request_timeout_s: float | None = None  # from arrival at serving; None: no limit
+    write_timeout_s: float = 60.0  # a client that reads nothing for so long is gone
     health_timeout_s: float = 1.0
     ping_s: float = 10.0  # silence in a stream before a keep-alive comment
     retry_after_s: float = 2.0
-    cors_origins: tuple[str, ...] = ()
-
-
-class Caller(msgspec.Struct, frozen=True):
-    """Who asks: what a key grants."""
-
-    tenant: str = ""
-    strict: bool = False
 
 
 class ClientDisconnected(Exception):
     """Nobody is listening any more. Not an error of ours: nothing is sent, status 499 is counted."""
 
 
-class Exchange:
-    """One request and its response. ``params`` are the route's path parameters, ``caller`` who asks."""
+def _query(scope: Scope) -> dict[str, str]:
+    """The last value of each name of the query."""
+    raw: bytes = scope.get("query_string", b"")
+    found = parse_qs(raw[:_MAX_QUERY_BYTES].decode("latin-1"), keep_blank_values=True)
+    return {name: values[-1] for name, values in found.items()}
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ApiConfig, entropy: Callable[[int], bytes]):
+
+class Exchange:
+    """One request and its response. ``params`` are the route's path parameters, ``key`` who asks, ``quota`` what that
+    key may still use (None: not asked). ``parts`` is its stopwatch; ``requests`` (ids in serving) and ``attributes``
+    (names and numbers, no text) are what its trace says."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        config: ApiConfig,
+        entropy: Callable[[int], bytes],
+        now_s: Callable[[], float],
+    ) -> None:
+        self.parts = Parts(now_s)
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.config = config
-        self.caller = Caller()
+        self.key: Key = ANYBODY
+        self.quota: Pass | None = None
         self.params: dict[str, str] = {}
         self.status = 0
         self.common: list[Header] = []
         self._receive = receive
         self._send = send
+        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort")
         self._body_read = False
         self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
-        self.trace_id = self._inbound_trace() or entropy(16).hex()
-        self.common += [(b"x-request-id", self.request_id.encode()), (b"x-ai-trace-id", self.trace_id.encode())]
+        self.context, self.malformed_trace = read_context(
+            scope["headers"], lambda: entropy(16).hex(), self.request_id, repr(now_s())
+        )
+        self.trace_id = self.context.trace_id
+        self.query = _query(scope)
+        self.requests: list[str] = []
+        self.attributes: dict[str, str | int | float | bool | list[str]] = {}
+        self.common += [
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-ai-trace-id", self.trace_id.encode()),
+            (b"traceresponse", response_header(self.context)),
+        ]
 
     def header(self, name: bytes) -> str:
         return self.headers.get(name, b"").decode("latin-1").strip()
 
+    @property
+    def timeout_s(self) -> float | None:
+        """The server's limit, or what the client's ``x-request-timeout`` (seconds) asks if that is less. Raises
+        InvalidValue."""
+        found, limit = self.header(b"x-request-timeout"), self.config.request_timeout_s
+        if not found:
+            return limit
+        try:
+            wanted = float(found)
+        except ValueError:
+            wanted = 0.0
+        if not 0 < wanted < float("inf"):
+            raise InvalidValue(
+                f"x-request-timeout: found {found[:40]!r}, expected seconds, more than 0.", param="x-request-timeout"
+            )
+        return wanted if limit is None else min(wanted, limit)
+
     def _inbound_id(self) -> str:
         found = self.header(b"x-request-id")
         return found if _REQUEST_ID.fullmatch(found) else ""
-
-    def _inbound_trace(self) -> str:
-        """The trace id of a W3C traceparent header, or ""."""
-        found = _TRACEPARENT.fullmatch(self.header(b"traceparent"))
-        return "" if found is None or found[0].startswith("ff") or set(found[1]) == {"0"} else found[1]
 
     # --- request ---
 
@@ -96,6 +137,7 @@ class Exchange:
                 f"Content-Encoding {encoding[:40]!r} is not supported. Fix: send the body plain or gzipped."
             )
         body = await self._body()
+        self.parts.enter("contract")
         return decode_json(self._gunzip(body) if encoding == "gzip" else body)
 
     def _check_content_type(self) -> None:
@@ -188,13 +230,15 @@ class Exchange:
         self, status: int, body: bytes, *, content_type: bytes = b"application/json", headers: Sequence[Header] = ()
     ) -> None:
         """A whole response. A HEAD request gets the headers only."""
+        self.parts.enter("send")
         head = [(b"content-length", b"%d" % len(body)), *headers]
         if body:
             head.append((b"content-type", content_type))
         await self._start(status, head)
-        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+        await self._write(b"" if self.method == "HEAD" else body, more=False)
 
     async def start_stream(self) -> None:
+        self.parts.enter("send")
         await self._start(
             200,
             [
@@ -206,12 +250,25 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         """Part of a stream; waits while the client does not read."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self.parts.enter("send")
+        await self._write(data, more=True)
 
     async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._write(b"", more=False)
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        """Raises ClientDisconnected when the client has read nothing for long: the connection is cut, with what it
+        never read, for a close would wait for that."""
+        try:
+            async with asyncio.timeout(self.config.write_timeout_s):
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            if self._abort is not None:
+                self._abort()
+            raise ClientDisconnected from None
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         assert not self.started, "a response starts once"
         self.status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.common})
+        limits = [] if self.quota is None else self.quota.headers()
+        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.common + limits})

@@ -10,7 +10,7 @@ best token. ``seed`` may be any int64. Parts of a message are joined by a line b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,10 +26,12 @@ from ai_engine.contracts.fields import (
     ListOf,
     Number,
     Record,
+    Schema,
     Text,
     TokenKeys,
     Unsupported,
     Unused,
+    schema_of,
     show,
 )
 from ai_engine.ports.errors import ContextLengthExceeded, InvalidValue, ModelNotFound, UnsupportedParameter
@@ -65,10 +67,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def check_name(self, name: str) -> None:
         """Raises ModelNotFound."""
         if "*" not in self.aliases and name not in self.names:
-            served = ", ".join(self.names)
-            raise ModelNotFound(
-                f"The model {name[:80]!r} is not served here. Fix: use one of: {served}.", param="model"
-            )
+            raise self.not_found(name, self.names)
+
+    def not_found(self, name: str, others: Sequence[str]) -> ModelNotFound:
+        fix = f"use one of: {', '.join(others)}" if others else "ask the operator which models this key may use"
+        return ModelNotFound(f"The model {name[:80]!r} is not served here. Fix: {fix}.", param="model")
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +83,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     template: dict[str, Any] = {}  # keyword arguments of encode_chat
     add_special_tokens: bool = True
     sampling: SamplingParams
-    max_tokens: int | None  # None: the default of the kind
+    max_tokens: int | None  # None: default_tokens
+    default_tokens: int | None = None  # as many as there is room for, at most; None: all the room
     n: int = 1
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -90,7 +94,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False
     priority: int = 0
+    cache_salt: str = ""  # prefixes are shared with requests of the same salt only
+    max_tokens_field: str = "max_tokens"  # the one that was sent
     show_sampling: bool = False
+    show_prompt_logprobs: bool = False
+    show_tokens: bool = False
     warnings: list[str] = []
 
 
@@ -102,6 +110,10 @@ class _Content:
 
     expected = "a string or an array of text parts"
     _part = Record({"type": Text(), "text": Text(), "refusal": Text()}, frozenset({"type"}))
+
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [{"type": "string"}, ListOf(self._part, 0, 4096).schema]}
 
     def check(self, value: Any, at: Checking) -> str:
         if type(value) is str:
@@ -149,12 +161,14 @@ class _Message:
             "name": Text(0, 256),
             "tool_calls": ListOf(_TOOL_CALL, 0, 128),
             "tool_call_id": Text(1, 256),
+            "reasoning_content": Text(),
             "refusal": Unused(),
             "audio": Unsupported(),
             "function_call": Unsupported("replaced by tool_calls. Fix: send tool_calls."),
         },
         frozenset({"role"}),
     )
+    schema = _record.schema
 
     def check(self, value: Any, at: Checking) -> dict[str, Any]:
         message = self._record.check(value, at)
@@ -217,11 +231,11 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
             Unsupported(_OLD_GUIDED),
         ),
         "use_beam_search": Unsupported(neutral=(False,)),
-        "prompt_logprobs": Unsupported(),
-        "return_token_ids": Unsupported(neutral=(False,)),
+        "prompt_logprobs": Integer(0, MAX_LOGPROBS),
+        "return_token_ids": Flag(),
         "return_tokens_as_token_ids": Unsupported(neutral=(False,)),
         "truncate_prompt_tokens": Unsupported("a prompt is never cut. Fix: shorten it yourself."),
-        "cache_salt": Unsupported(),
+        "cache_salt": Text(1, 256),
         "allowed_token_ids": Unsupported(_NOT_ENFORCED),
         "bad_words": Unsupported(_NOT_ENFORCED, neutral=([],)),
         "logits_processors": Unsupported(),
@@ -232,6 +246,10 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
 
 class _ResponseFormat:
     expected = "an object with a type"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "object"}
 
     def check(self, value: Any, at: Checking) -> None:
         if type(value) is not dict:
@@ -296,6 +314,11 @@ class _Prompt:
             list: ListOf(ids, 1, MAX_PROMPTS),
         }
 
+    @property
+    def schema(self) -> Schema:
+        kinds: list[Check] = [Text(), self._many[str], self._ids, self._many[list]]
+        return {"anyOf": [schema_of(kind) for kind in kinds]}
+
     def check(self, value: Any, at: Checking) -> list[Any]:
         if type(value) is str:
             return [value]
@@ -330,7 +353,11 @@ def completion_fields(vocab_size: int) -> Record:
 def read_chat(body: Any, fields: Record, model: ServedModel, *, strict: bool) -> Ask:
     """A chat request, checked. Raises InvalidRequest or ModelNotFound."""
     at = Checking(strict=strict)
-    got = fields.check(body, at)
+    return chat_ask(fields.check(body, at), model, at)
+
+
+def chat_ask(got: dict[str, Any], model: ServedModel, at: Checking, **rest: Any) -> Ask:
+    """What checked fields of a chat ask, whichever door they came through. Raises InvalidRequest or ModelNotFound."""
     if got.get("top_logprobs") and not got.get("logprobs"):
         raise InvalidValue("top_logprobs needs logprobs: true. Fix: set logprobs to true.", param="top_logprobs")
     if got.get("continue_final_message") and got.get("add_generation_prompt", False):
@@ -346,7 +373,7 @@ def read_chat(body: Any, fields: Record, model: ServedModel, *, strict: bool) ->
     if "chat_template_kwargs" in got:
         template["template_kwargs"] = got["chat_template_kwargs"]
     logprobs = got.get("top_logprobs", 0) if got.get("logprobs") else None
-    return _ask(got, model, at, logprobs, messages=got["messages"], template=template)
+    return _ask(got, model, at, logprobs, messages=got["messages"], template=template, **rest)
 
 
 def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bool) -> Ask:
@@ -361,10 +388,12 @@ def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bo
         got.get("logprobs"),
         prompts=got["prompt"],
         echo=echo,
+        default_tokens=DEFAULT_COMPLETION_TOKENS,
         add_special_tokens=got.get("add_special_tokens", True),
     )
-    if ask.max_tokens == 0 and not echo:
-        raise InvalidValue("max_tokens: found 0, expected at least 1 unless echo is true.", param="max_tokens")
+    if ask.max_tokens == 0 and not echo and not ask.show_prompt_logprobs:
+        field = ask.max_tokens_field
+        raise InvalidValue(f"{field}: found 0, expected at least 1 unless the prompt is scored (echo).", param=field)
     return ask
 
 
@@ -377,6 +406,11 @@ def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | 
     if options and not got.get("stream"):
         at.path[:] = ["stream_options"]
         at.ignored("not used without stream: true.")
+    if "prompt_logprobs" in got and got.get("stream"):
+        raise UnsupportedParameter(
+            "prompt_logprobs: not part of a stream. Fix: leave stream out, or score with echo and logprobs.",
+            param="prompt_logprobs",
+        )
     if got.get("min_tokens") and stop:
         raise UnsupportedParameter("min_tokens together with stop strings is not supported.", param="min_tokens")
     return Ask(
@@ -391,10 +425,18 @@ def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | 
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         priority=got.get("priority", 0),
+        cache_salt=got.get("cache_salt", ""),
+        max_tokens_field=_max_tokens_field(got),
         show_sampling=got.get("return_sampling_params", False),
+        show_prompt_logprobs="prompt_logprobs" in got,
+        show_tokens=got.get("return_token_ids", False),
         warnings=at.warnings,
         **rest,
     )
+
+
+def _max_tokens_field(got: dict[str, Any]) -> str:
+    return "max_completion_tokens" if "max_completion_tokens" in got else "max_tokens"
 
 
 def _max_tokens(got: dict[str, Any], at: Checking) -> int | None:
@@ -432,8 +474,12 @@ def _sampling(got: dict[str, Any], model: ServedModel, logprobs: int | None, ech
         stop_token_ids=tuple(got.get("stop_token_ids", ())),
         ignore_eos=got.get("ignore_eos", False),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echo else None,
+        prompt_logprobs=_widest(got.get("prompt_logprobs"), logprobs if echo else None),
     )
+
+
+def _widest(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
 
 
 def room_for(ask: Ask, num_prompt: int, model: ServedModel) -> int:
@@ -445,14 +491,14 @@ def room_for(ask: Ask, num_prompt: int, model: ServedModel) -> int:
         raise ContextLengthExceeded(
             f"This model's context is {model.max_context} tokens, but the prompt has {num_prompt} tokens and "
             f"{'at least 1' if wanted is None else wanted} more {'was' if wanted == 1 else 'were'} requested. "
-            "Fix: shorten the prompt or lower max_tokens.",
+            f"Fix: shorten the prompt or lower {ask.max_tokens_field}.",
             param=param,
         )
     if num_prompt == 0:
         raise InvalidValue(f"{param}: found no tokens, expected at least one.", param=param)
     if wanted is not None:
         return wanted
-    limit = room if ask.messages is not None else min(DEFAULT_COMPLETION_TOKENS, room)
+    limit = room if ask.default_tokens is None else min(ask.default_tokens, room)
     if ask.sampling.min_tokens > limit:
         raise _too_many_at_least(ask.sampling.min_tokens, limit)
     return limit

@@ -16,7 +16,7 @@ import msgspec
 
 from ai_engine.api.generation import Piece, Prompt
 from ai_engine.api.openai_types import DEFAULT_COMPLETION_TOKENS, Ask, ServedModel
-from ai_engine.ports.errors import AiEngineError
+from ai_engine.ports.errors import AiEngineError, Overloaded
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import TokenLogprob, Usage
 from ai_engine.ports.text import TextService, TokenEntry
@@ -55,11 +55,41 @@ def completion_logprobs(piece: Piece, prompt: Prompt, text: TextService) -> dict
     for start, entries in ((0, piece.echoed), (base, piece.entries)):
         for entry in entries:
             token = _show(entry.data)
-            found = entry.logprob
+            found = _narrowed(entry.logprob, prompt.request.params.logprobs or 0)
             reply["tokens"].append(token)
             reply["text_offset"].append(start + entry.text_offset)
             reply["token_logprobs"].append(None if found is None else finite(found.logprob))
             reply["top_logprobs"].append(None if found is None else _top(token, found, text))
+    return reply
+
+
+def _narrowed(found: TokenLogprob | None, num_top: int) -> TokenLogprob | None:
+    """As many of the best as ``logprobs`` asked for; ``prompt_logprobs`` may have asked for more."""
+    if found is None or len(found.top) <= num_top:
+        return found
+    return TokenLogprob(found.token, found.logprob, found.top[:num_top])
+
+
+def prompt_logprobs_reply(prompt: Prompt, text: TextService) -> list[dict[str, Any] | None]:
+    """One entry a prompt token, none for the first: the token itself and the likeliest, by id. ``rank`` counts from 1;
+    of a token that is not among the likeliest it is not known."""
+    reply: list[dict[str, Any] | None] = [None]
+    for found in prompt.logprobs:
+        ranked: list[tuple[int, float, int | None]] = [
+            (token, logprob, rank) for rank, (token, logprob) in enumerate(found.top, 1)
+        ]
+        if all(token != found.token for token, _ in found.top):
+            ranked.insert(0, (found.token, found.logprob, None))
+        reply.append(
+            {
+                str(token): {
+                    "logprob": finite(logprob),
+                    "rank": rank,
+                    "decoded_token": _show(text.token_bytes(token)),
+                }
+                for token, logprob, rank in ranked
+            }
+        )
     return reply
 
 
@@ -124,9 +154,20 @@ def whole_answer(
             "choices": choices,
             "usage": usage_reply(usage),
             "system_fingerprint": answer.model.fingerprint or None,
+            **(prompt_extras(ask, prompts[0], text) if ask.messages is not None else {}),
             **answer.extras(warnings),
         }
     )
+
+
+def prompt_extras(ask: Ask, prompt: Prompt, text: TextService) -> dict[str, Any]:
+    """What was asked to be told of a prompt: beside a chat's choices, in each choice of a text completion."""
+    extra: dict[str, Any] = {}
+    if ask.show_prompt_logprobs:
+        extra["prompt_logprobs"] = prompt_logprobs_reply(prompt, text)
+    if ask.show_tokens:
+        extra["prompt_token_ids"] = prompt.request.prompt
+    return extra
 
 
 def _whole_choice(ask: Ask, piece: Piece, prompt: Prompt, text: TextService) -> dict[str, Any]:
@@ -138,7 +179,10 @@ def _whole_choice(ask: Ask, piece: Piece, prompt: Prompt, text: TextService) -> 
     else:
         choice["text"] = piece.text
         choice["logprobs"] = completion_logprobs(piece, prompt, text) if has_logprobs else None
+        choice |= prompt_extras(ask, prompt, text)
     choice["finish_reason"] = piece.finish
+    if ask.show_tokens:
+        choice["token_ids"] = piece.tokens
     if piece.stop_reason is not None:
         choice["stop_reason"] = piece.stop_reason
     return choice
@@ -157,5 +201,10 @@ def model_reply(model: ServedModel, name: str) -> dict[str, Any]:
 
 
 def error_reply(error: AiEngineError) -> dict[str, Any]:
-    """OpenAI's shape, on every path and every status; ``code`` is a string."""
-    return {"error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}}
+    """OpenAI's shape, on every path and every status; ``code`` is a string. Beside it ``details``, where there are any:
+    of a limit its numbers, of an overload the estimated wait."""
+    body = {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}
+    details = dict(error.details)
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        details["estimated_wait_s"] = round(error.retry_after_s, 3)
+    return {"error": body | {"details": details} if details else body}

@@ -6,13 +6,15 @@ Owns the order of work in a request. Does not own fields (openai_types.py), shap
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ai_engine.api.generation import Generation, Piece, Prompt
 from ai_engine.api.http import Exchange
+from ai_engine.api.keys import Key
 from ai_engine.api.openai_types import (
     SEED_SPAN,
     Ask,
@@ -25,11 +27,13 @@ from ai_engine.api.openai_types import (
 )
 from ai_engine.api.replies import Answer, encode, model_reply, whole_answer
 from ai_engine.api.stream import stream_answer
+from ai_engine.api.traces import NoTraces, describe, describe_end
 from ai_engine.contracts.fields import Record
 from ai_engine.ports.clock import Clock
-from ai_engine.ports.errors import NotReady, ShuttingDown
+from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
-from ai_engine.ports.text import TextService
+from ai_engine.ports.text import Encoded, TextService
+from ai_engine.ports.trace import TraceReader
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,6 +48,7 @@ class Door:
     clock: Clock
     metrics: Callable[[], bytes]
     entropy: Callable[[int], bytes]
+    traces: TraceReader = field(default_factory=NoTraces)
     draining: bool = False
     chat: Record = field(init=False)
     completion: Record = field(init=False)
@@ -55,47 +60,89 @@ class Door:
 
 async def chat_completions(door: Door, exchange: Exchange) -> None:
     """POST /v1/chat/completions"""
-    _refuse_while_draining(door)
+    refuse_while_draining(door)
     body = await exchange.json()
-    ask = read_chat(body, door.chat, door.model, strict=_strict(exchange))
-    await exchange.unless_disconnected(_answer(door, exchange, ask, "chatcmpl"))
+    ask = read_chat(body, door.chat, door.model, strict=is_strict(exchange))
+    await exchange.unless_disconnected(answer(door, exchange, ask, "chatcmpl-", write_answer))
 
 
 async def completions(door: Door, exchange: Exchange) -> None:
     """POST /v1/completions"""
-    _refuse_while_draining(door)
+    refuse_while_draining(door)
     body = await exchange.json()
-    ask = read_completion(body, door.completion, door.model, strict=_strict(exchange))
-    await exchange.unless_disconnected(_answer(door, exchange, ask, "cmpl"))
+    ask = read_completion(body, door.completion, door.model, strict=is_strict(exchange))
+    await exchange.unless_disconnected(answer(door, exchange, ask, "cmpl-", write_answer))
 
 
-def _strict(exchange: Exchange) -> bool:
-    return exchange.config.strict or exchange.caller.strict
+def is_strict(exchange: Exchange) -> bool:
+    return exchange.config.strict or exchange.key.strict
 
 
-def _refuse_while_draining(door: Door) -> None:
+def refuse_while_draining(door: Door) -> None:
     if door.draining:
         raise ShuttingDown("The server is shutting down and takes no new work. Fix: retry, another replica may answer.")
 
 
-async def _answer(door: Door, exchange: Exchange, ask: Ask, prefix: str) -> None:
-    """Encode, submit, and write the answer in one piece or as events."""
-    answer_id = f"{prefix}-{door.entropy(12).hex()}"
+Writer = Callable[[Exchange, Answer, Generation, TextService], Awaitable[None]]
+"""Writes the answer of a generation that has started, in the shapes of one door."""
+
+
+async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: Writer) -> None:
+    """Encode, submit, have the answer written; cancel what nobody waits for."""
+    answer_id = f"{prefix}{door.entropy(12).hex()}"
     created = int(door.clock.wall_s())
-    ask = _with_seed(door, ask)
+    ask = _with_seed(door, as_allowed(ask, exchange, door.model))
     prompts = await _prompts(door, exchange, ask, answer_id)
-    generation = Generation(ask, prompts, door.serving, door.text)
-    answer = Answer(answer_id, created, ask, door.model, prompts[0].request.params)
+    generation = Generation(ask, prompts, door.serving, door.text, exchange.parts)
+    describe(exchange, ask, prompts, answer_id)
+    started = False
     try:
+        _reserve(exchange, prompts)
         await generation.start()
-        if ask.stream:
-            await stream_answer(exchange, answer, generation, door.text)
-        else:
-            pieces = await _collect(generation)
-            usage = await generation.settle()
-            await exchange.reply(200, whole_answer(answer, pieces, prompts, usage, door.text))
+        started = True
+        await write(
+            exchange, Answer(answer_id, created, ask, door.model, prompts[0].request.params), generation, door.text
+        )
     finally:
         await generation.close()
+        usage = generation.usage()
+        describe_end(exchange, generation, usage)
+        if exchange.quota is not None:
+            exchange.quota.settle(usage.prompt_tokens + usage.completion_tokens if started else 0)
+
+
+def as_allowed(ask: Ask, exchange: Exchange, model: ServedModel) -> Ask:
+    """What the key makes of a request. Raises ModelNotFound for a model that it may not use, as for one that is not
+    there: which models there are is not everybody's to know."""
+    key = exchange.key
+    if not key.may_use(ask.model, model.id):
+        raise model.not_found(ask.model, [name for name in model.names if key.may_use(name, model.id)])
+    if ask.priority >= 0 or key.admin:
+        return ask
+    reason = f"priority: found {ask.priority}; requests of this key may give way (0 or more) but not go first."
+    if is_strict(exchange):
+        raise UnsupportedParameter(f"{reason} Fix: leave it out.", param="priority")
+    return msgspec.structs.replace(ask, priority=0, warnings=[*ask.warnings, f"{reason} 0 is used."])
+
+
+def _reserve(exchange: Exchange, prompts: Sequence[Prompt]) -> None:
+    """Take what the prompts may use out of the key's tokens per minute. Raises RateLimitExceeded."""
+    if exchange.quota is not None:
+        requests = [prompt.request for prompt in prompts]
+        exchange.quota.reserve(
+            sum(len(request.prompt) for request in requests), [request.params.max_tokens for request in requests
+            for _ in range(request.n)]
+        )  # fmt: skip
+
+
+async def write_answer(exchange: Exchange, answer: Answer, generation: Generation, text: TextService) -> None:
+    """In OpenAI's shapes: one piece, or events."""
+    if answer.ask.stream:
+        await stream_answer(exchange, answer, generation, text)
+        return
+    pieces = await collect(generation)
+    usage = await generation.settle()
+    await exchange.reply(200, whole_answer(answer, pieces, generation.prompts, usage, text))
 
 
 def _with_seed(door: Door, ask: Ask) -> Ask:
@@ -111,12 +158,15 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
     prompts: list[Prompt] = []
     sources: Sequence[str | list[int]] = [""] if ask.prompts is None else ask.prompts
     for index, source in enumerate(sources):
+        exchange.parts.enter("encode_wait")
         if ask.messages is not None:
-            ids = (await door.text.encode_chat(ask.messages, **ask.template)).ids
+            encoded = await door.text.encode_chat(ask.messages, **ask.template)
         elif isinstance(source, str):
-            ids = (await door.text.encode_prompt(source, add_special=ask.add_special_tokens)).ids
+            encoded = await door.text.encode_prompt(source, add_special=ask.add_special_tokens)
         else:
-            ids = source
+            encoded = Encoded(source)
+        exchange.parts.encoded(encoded.stamps)
+        ids = encoded.ids
         room = room_for(ask, len(ids), door.model)
         request = GenerateRequest(
             request_id=answer_id if not prompts else f"{answer_id}-{index}",
@@ -125,25 +175,34 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
             params=msgspec.structs.replace(ask.sampling, max_tokens=max(1, room)),
             n=ask.n,
             model=door.model.id,
-            tenant=exchange.caller.tenant,
-            priority=ask.priority,
-            timeout_s=exchange.config.request_timeout_s,
+            tenant=exchange.key.name,
+            weight=exchange.key.weight,
+            cache_scope=_cache_scope(exchange.key, ask),
+            priority=exchange.key.priority + ask.priority,
+            timeout_s=exchange.timeout_s,
         )
         text = "" if not needs_text else source if isinstance(source, str) else door.text.decode(ids)
         prompts.append(Prompt(request, text))
     return prompts
 
 
-async def _collect(generation: Generation) -> list[Piece]:
+def _cache_scope(key: Key, ask: Ask) -> str:
+    """The key's own; a salt makes it narrower and never another key's."""
+    salt = f"\0{hashlib.sha256(ask.cache_salt.encode()).hexdigest()}" if ask.cache_salt else ""
+    return key.cache_scope + salt
+
+
+async def collect(generation: Generation) -> list[Piece]:
     """One merged piece per choice."""
     texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
-    merged = [Piece(index, entries=[]) for index in range(generation.num_choices)]
+    merged = [Piece(index, entries=[], tokens=[]) for index in range(generation.num_choices)]
     while (pieces := await generation.next()) is not None:
         for piece in pieces:
             whole = merged[piece.index]
             texts[piece.index].append(piece.text)
             whole.entries += piece.entries
             whole.echoed = whole.echoed or piece.echoed
+            whole.tokens += piece.tokens
             whole.finish, whole.stop_reason = piece.finish, piece.stop_reason
     for whole, parts in zip(merged, texts, strict=True):
         whole.text = "".join(parts)
@@ -152,7 +211,8 @@ async def _collect(generation: Generation) -> list[Piece]:
 
 async def models(door: Door, exchange: Exchange) -> None:
     """GET /v1/models"""
-    data = [model_reply(door.model, name) for name in door.model.names]
+    names = [name for name in door.model.names if exchange.key.may_use(name, door.model.id)]
+    data = [model_reply(door.model, name) for name in names]
     await exchange.reply(200, encode({"object": "list", "data": data}))
 
 
@@ -160,6 +220,8 @@ async def model_by_id(door: Door, exchange: Exchange) -> None:
     """GET /v1/models/{id}; ids may contain slashes"""
     name = exchange.params["id"]
     door.model.check_name(name)
+    if not exchange.key.may_use(name, door.model.id):
+        raise door.model.not_found(name, [])
     await exchange.reply(200, encode(model_reply(door.model, name)))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ai_engine.api.generation import Generation, Piece
-from ai_engine.api.http import Exchange
+from ai_engine.api.http import ClientDisconnected, Exchange
 from ai_engine.api.replies import (
     Answer,
     chat_logprobs,
@@ -23,6 +23,7 @@ from ai_engine.api.replies import (
     cut_by_default,
     encode,
     error_reply,
+    prompt_extras,
     usage_reply,
 )
 from ai_engine.ports.errors import AiEngineError
@@ -57,6 +58,7 @@ class Frames:
         self._after_text = b"}" if self._chat else b""
         self._plain_usage = b',"usage":null' if ask.include_usage else b""
         self._continuous = ask.include_usage and ask.continuous_usage
+        self._begun: set[int] = set()  # text choices whose prompt has been told
 
     def roles(self) -> bytes:
         """The first chunk of every choice, in index order; warnings ride on the very first."""
@@ -64,7 +66,11 @@ class Frames:
             return b""
         delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         frames = []
-        extras = self._answer.extras(self._answer.ask.warnings)
+        ask = self._answer.ask
+        extras = {
+            **self._answer.extras(ask.warnings),
+            **prompt_extras(ask, self._generation.prompts[0], self._text),
+        }
         for index in range(self._generation.num_choices):
             frames.append(self._frame(b'{"index":%d' % index + delta, extras if index == 0 else {}))
         return b"".join(frames)
@@ -72,19 +78,31 @@ class Frames:
     def piece(self, piece: Piece, extras: dict[str, Any]) -> bytes:
         """A text chunk if there is text, and the finish chunk if the choice ended."""
         frames = b""
-        if piece.text or piece.entries or piece.echoed:
-            body = b'{"index":%d%s%s%s,"logprobs":%s,"finish_reason":null}' % (
+        if piece.text or piece.entries or piece.echoed or piece.tokens:
+            body = b'{"index":%d%s%s%s,"logprobs":%s,"finish_reason":null%s}' % (
                 piece.index,
                 self._before_text,
                 encode(piece.text),
                 self._after_text,
                 self._logprobs(piece),
+                self._tokens(piece),
             )
             frames = self._frame(body, extras)
             extras = {}
         if piece.finish is not None:
             frames += self._finish(piece, extras)
         return frames
+
+    def _tokens(self, piece: Piece) -> bytes:
+        """The token ids, if they were asked for; with a text choice's first ones its prompt's."""
+        ask = self._answer.ask
+        if not ask.show_tokens:
+            return b""
+        told: dict[str, Any] = {"token_ids": piece.tokens}
+        if not self._chat and piece.index not in self._begun:
+            self._begun.add(piece.index)
+            told |= prompt_extras(ask, self._generation.prompts[piece.index // ask.n], self._text)
+        return b"," + encode(told)[1:-1]
 
     def _finish(self, piece: Piece, extras: dict[str, Any]) -> bytes:
         late = cut_by_default(self._answer.ask, piece.finish)
@@ -119,7 +137,7 @@ class Frames:
 
 
 async def stream_answer(exchange: Exchange, answer: Answer, generation: Generation, text: TextService) -> None:
-    """Write the whole stream. Raises only before its first byte."""
+    """Write the whole stream. Raises only before its first byte, or ClientDisconnected."""
     frames = Frames(answer, generation, text)
     pieces = await generation.next()
     await exchange.start_stream()
@@ -128,6 +146,8 @@ async def stream_answer(exchange: Exchange, answer: Answer, generation: Generati
         last = frames.usage(await generation.settle()) if answer.ask.include_usage else b""
     except AiEngineError as error:
         last = _failure(error)
+    except ClientDisconnected:  # nobody reads what could be said
+        raise
     except Exception:  # the status is out: the stream itself must say that it broke
         logger.exception("stream %s failed, trace %s", answer.id, exchange.trace_id)
         last = _failure(AiEngineError("internal error while streaming; see the server's log"))

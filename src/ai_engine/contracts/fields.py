@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from ai_engine.ports.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 
+Schema = dict[str, Any]
 JSON_NAMES: dict[type, str] = {
     dict: "an object",
     list: "an array",
@@ -63,12 +64,19 @@ MAX_WARNINGS = 32
 
 
 class Check(Protocol):
-    """``check`` returns the value to use; ``expected`` says in words what it takes."""
+    """``check`` returns the value to use; ``expected`` says in words what it takes. A check may have a ``schema`` too,
+    which says it in JSON Schema 2020-12 (as far as that can: what fields mean together only words say)."""
 
     @property
     def expected(self) -> str: ...
 
     def check(self, value: Any, at: Checking) -> Any: ...
+
+
+def schema_of(check: Check) -> Schema:
+    """The check's schema; one that has none says its words."""
+    found: Schema | None = getattr(check, "schema", None)
+    return {"description": check.expected} if found is None else found
 
 
 def show(value: Any) -> str:
@@ -88,6 +96,10 @@ def show(value: Any) -> str:
 class Flag:
     expected: str = "true or false"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
     def check(self, value: Any, at: Checking) -> bool:
         if type(value) is not bool:
             at.fail(show(value), self.expected)
@@ -103,6 +115,10 @@ class Integer:
     @property
     def expected(self) -> str:
         return f"an integer from {self.low} to {self.high}"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
 
     def check(self, value: Any, at: Checking) -> int:
         if type(value) is float and value.is_integer():
@@ -125,6 +141,10 @@ class Number:
     def expected(self) -> str:
         return f"a number from {self.low:g} to {self.high:g}"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "number", "minimum": self.low, "maximum": self.high}
+
     def check(self, value: Any, at: Checking) -> float:
         if type(value) is not float and type(value) is not int:
             at.fail(show(value), self.expected)
@@ -142,6 +162,10 @@ class Text:
     def expected(self) -> str:
         return "a string" if not self.min_chars else f"a string of {self.min_chars} to {self.max_chars} characters"
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "string", "minLength": self.min_chars, "maxLength": self.max_chars}
+
     def check(self, value: Any, at: Checking) -> str:
         if type(value) is not str:
             at.fail(show(value), self.expected)
@@ -158,6 +182,10 @@ class Choice:
     def expected(self) -> str:
         return "one of " + ", ".join(f'"{value}"' for value in self.values)
 
+    @property
+    def schema(self) -> Schema:
+        return {"type": "string", "enum": list(self.values)}
+
     def check(self, value: Any, at: Checking) -> str:
         if type(value) is not str or value not in self.values:
             at.fail(show(value), self.expected)
@@ -170,7 +198,27 @@ class Anything:
 
     expected: str = "any value"
 
+    @property
+    def schema(self) -> Schema:
+        return {}
+
     def check(self, value: Any, at: Checking) -> Any:
+        return value
+
+
+@dataclass(frozen=True)
+class AnyObject:
+    """An object of any fields: a JSON Schema, the arguments of a call."""
+
+    expected: str = "an object"
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "object"}
+
+    def check(self, value: Any, at: Checking) -> dict[str, Any]:
+        if type(value) is not dict:
+            at.fail(show(value), self.expected)
         return value
 
 
@@ -183,6 +231,11 @@ class ListOf:
     @property
     def expected(self) -> str:
         return "an array"
+
+    @property
+    def schema(self) -> Schema:
+        limits = {"minItems": self.min_items, "maxItems": self.max_items}
+        return {"type": "array", "items": schema_of(self.item), **limits}
 
     def check(self, value: Any, at: Checking) -> list[Any]:
         if type(value) is not list:
@@ -208,6 +261,12 @@ class TokenKeys:
     vocab_size: int
     max_items: int = 1024
     expected: str = "an object from token ids to numbers"
+
+    @property
+    def schema(self) -> Schema:
+        keys = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+        limits = {"maxProperties": self.max_items, "propertyNames": keys}
+        return {"type": "object", "additionalProperties": schema_of(self.value), **limits}
 
     def check(self, value: Any, at: Checking) -> dict[int, float]:
         if type(value) is not dict:
@@ -235,6 +294,10 @@ class ByType:
     def expected(self) -> str:
         return " or ".join(option.expected for option in self.options.values())
 
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [schema_of(option) for option in self.options.values()]}
+
     def check(self, value: Any, at: Checking) -> Any:
         option = self.options.get(type(value))
         if option is None:
@@ -250,6 +313,10 @@ class Unused:
     neutral: tuple[Any, ...] = ()
     expected: str = "any value"
 
+    @property
+    def schema(self) -> Schema:
+        return {"description": f"Not used: {self.reason}"}
+
     def check(self, value: Any, at: Checking) -> None:
         if not _is_one_of(value, self.neutral):
             at.ignored(self.reason)
@@ -262,6 +329,10 @@ class Unsupported:
     reason: str = "not supported by this server. Fix: leave it out."
     neutral: tuple[Any, ...] = ()
     expected: str = "nothing"
+
+    @property
+    def schema(self) -> Schema:
+        return {"description": f"Refused: {self.reason}", "enum": [*self.neutral, None]}
 
     def check(self, value: Any, at: Checking) -> None:
         if not _is_one_of(value, self.neutral):
@@ -279,6 +350,15 @@ class Record:
     fields: Mapping[str, Check]
     required: frozenset[str] = frozenset()
     expected: str = "an object"
+
+    @property
+    def schema(self) -> Schema:
+        """Unknown fields are allowed: they are ignored with a warning, or refused for a strict caller."""
+        properties = {
+            name: schema_of(check) if name in self.required else nullable(schema_of(check))
+            for name, check in self.fields.items()
+        }
+        return {"type": "object", "properties": properties, "required": sorted(self.required)}
 
     def check(self, value: Any, at: Checking) -> dict[str, Any]:
         if type(value) is not dict:
@@ -301,3 +381,47 @@ class Record:
                 at.path.append(name)
                 at.fail("nothing", self.fields[name].expected, "add this required field.")
         return checked
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """An object whose ``type`` says which of several it is; ``default`` is the type of one that does not say. Types
+    in ``refused`` are known and not supported: why not."""
+
+    kinds: Mapping[str, Check]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    default: str = ""
+    expected: str = "an object with a type"
+
+    @property
+    def schema(self) -> Schema:
+        return {"anyOf": [self._tagged(kind, schema_of(check)) for kind, check in self.kinds.items()]}
+
+    def _tagged(self, kind: str, schema: Schema) -> Schema:
+        is_optional = kind == self.default
+        properties = {**schema["properties"], "type": {"enum": [kind, None] if is_optional else [kind]}}
+        required = sorted({*schema["required"], *(() if is_optional else ("type",))})
+        return {**schema, "properties": properties, "required": required}
+
+    def check(self, value: Any, at: Checking) -> dict[str, Any]:
+        if type(value) is not dict:
+            at.fail(show(value), self.expected)
+        kind = value.get("type")
+        if kind is None:
+            kind = self.default
+        found = self.kinds.get(kind) if type(kind) is str else None
+        if found is None:
+            at.path.append("type")
+            if type(kind) is str and kind in self.refused:
+                at.unsupported(f'"{kind}" {self.refused[kind]}')
+            at.fail(show(value["type"]) if "type" in value else "nothing", Choice(tuple(self.kinds)).expected)
+        checked: dict[str, Any] = found.check(value, at)
+        checked["type"] = kind
+        return checked
+
+
+def nullable(schema: Schema) -> Schema:
+    """The schema, or null: an optional field that is null counts as absent."""
+    if not schema.keys() - {"description"} or None in schema.get("enum", ()):
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}

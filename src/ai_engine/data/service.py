@@ -8,17 +8,20 @@ megabytes take seconds. Does not own encoding itself (tokenizer.py, chat.py) nor
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ai_engine.data.chat import encode_chat
 from ai_engine.data.output import OutputPath
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
 from ai_engine.ports.model import TokenizerData
-from ai_engine.ports.text import Encoded
+from ai_engine.ports.text import ANY_CALL, TEXT_ONLY, Encoded, ReplyForm, ToolChoice
 
 LONG_CHARS: Final = 1 << 16
 """Texts from here on, which take 50 ms or more, have a thread of their own."""
@@ -46,27 +49,36 @@ class ModelText:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = ANY_CALL,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> Encoded:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread(_num_chars(messages, LONG_CHARS)),
+            self._thread(_num_chars([messages, tools or ()], LONG_CHARS)),
             lambda: encode_chat(
                 self.template,
                 self.tokenizer,
                 messages,
                 tools=tools,
+                tool_choice=tool_choice,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
+                reasoning_effort=reasoning_effort,
             ),
         )
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread(len(text)), lambda: self.tokenizer.encode(text, add_special=add_special)
+            self._thread(len(text)), lambda: self._encode(text, add_special)
         )
+
+    def _encode(self, text: str, add_special: bool) -> Encoded:
+        begun_s = time.monotonic()
+        encoded = self.tokenizer.encode(text, add_special=add_special)
+        return msgspec.structs.replace(encoded, stamps=(begun_s, begun_s, time.monotonic()))
 
     def token_bytes(self, token: int) -> bytes:
         return self.tokenizer.piece(token, skip_special=False)
@@ -75,9 +87,17 @@ class ModelText:
         return b"".join(map(self.tokenizer.piece, tokens)).decode("utf-8", "replace")
 
     def open_output(
-        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+        self,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        form: ReplyForm = TEXT_ONLY,
+        call_ids: str = "",
     ) -> OutputPath:
-        return OutputPath(self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special)
+        return OutputPath(
+            self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special, form=form, call_ids=call_ids
+        )
 
     def close(self) -> None:
         for thread in (self._short, self._long):

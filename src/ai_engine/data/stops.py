@@ -1,4 +1,5 @@
-"""Stop strings over a stream of text pieces. Owns matching; knows nothing of tokens, bytes or what a stop means.
+"""Strings to find in a stream of text pieces: stop strings, and the marks of reasoning and calls. Owns matching; knows
+nothing of tokens, bytes or what a match means.
 
 Aho-Corasick (Commun. ACM 18(6), 1975): one automaton for all strings, one transition per character whatever the
 number of stops, and the automaton's depth is exactly the length of the longest suffix of the text that may still become
@@ -17,10 +18,12 @@ import msgspec
 
 
 class StopStep(msgspec.Struct, frozen=True):
-    """``text`` is safe to send. ``matched`` is the stop that ended the text, with everything after it dropped."""
+    """``text`` is safe to send. ``matched`` is the stop that ended the text, with everything after it dropped: of the
+    piece that is all from ``used`` on."""
 
     text: str
     matched: str | None = None
+    used: int = 0
 
 
 class StopMatcher:
@@ -67,27 +70,29 @@ class StopMatcher:
                 queue.append(child)
             self._match[node] = self._match[node] or self._match[self._fail[node]]
 
-    def push(self, text: str) -> StopStep:
-        """Take the next piece; the text released, and the stop if one is now complete. Nothing comes after a stop."""
-        if self._ended or not text:
-            return StopStep("")
+    def push(self, text: str, start: int = 0) -> StopStep:
+        """Take the next piece, from ``start`` on; the text released, and the stop if one is now complete. Nothing comes
+        after a stop."""
+        if self._ended or start >= len(text):
+            return StopStep("", used=start)
         state, nodes = self._state, self._next
-        for index, char in enumerate(text):
+        for index in range(start, len(text)):
+            char = text[index]
             while state and char not in nodes[state]:
                 state = self._fail[state]
             state = nodes[state].get(char, 0)
             stop = self._match[state]
             if stop is not None:
-                return self._end(self._held + text[: index + 1], stop)
+                return self._end(self._held + text[start : index + 1], stop, index + 1)
         self._state = state
-        seen = self._held + text
+        seen = self._held + text[start:]
         cut = len(seen) - self._depth[state]
         self._held = seen[cut:]
-        return StopStep(seen[:cut])
+        return StopStep(seen[:cut], used=len(text))
 
     def finish(self) -> str:
-        """The held-back text, which no stop will complete any more."""
-        held, self._held, self._state, self._ended = self._held, "", 0, True
+        """The held-back text, which no stop will complete any more. The stream is then as new."""
+        held, self._held, self._state, self._ended = self._held, "", 0, False
         return held
 
     @property
@@ -95,6 +100,6 @@ class StopMatcher:
         """Characters held back."""
         return len(self._held)
 
-    def _end(self, seen: str, stop: str) -> StopStep:
+    def _end(self, seen: str, stop: str, used: int) -> StopStep:
         self._ended, self._held = True, ""
-        return StopStep(seen if self._include else seen[: len(seen) - len(stop)], stop)
+        return StopStep(seen if self._include else seen[: len(seen) - len(stop)], stop, used)

@@ -9,7 +9,8 @@ Role policy, found out by rendering probes when the template is made:
 - A template that refuses or drops `system` gets the system text at the head of the first user turn, after it a blank
   line.
 - A template that demands alternating roles gets consecutive turns of one role joined by a blank line.
-- Content given as text parts is joined; null content is empty; a tool call's JSON arguments become an object.
+- Content given as text parts is joined; null content is empty.
+Found out in the same way: whether it prints functions, and earlier calls (tool_prompt.py does what it does not).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from ai_engine.data.reasoning import find_tags
+from ai_engine.data.tools import FORMATS, find_format
 from ai_engine.ports.clock import Clock, SystemClock
 from ai_engine.ports.errors import InvalidRequest, ModelFileError, UnsupportedParameter
 from ai_engine.ports.model import TokenizerData
@@ -75,6 +78,9 @@ class TemplateInfo(msgspec.Struct, frozen=True, kw_only=True):
     system_role: bool
     alternates: bool
     tools: bool
+    calls: str  # the format of calls, of data.tools.FORMATS
+    max_calls: int  # earlier calls that a turn of the assistant may have: 0, 1, or 2 for any number
+    reasoning: str  # the tag that begins a reasoning part, if the model writes one
     warnings: list[str]
 
 
@@ -264,7 +270,14 @@ class JinjaTemplate:
     """
 
     def __init__(
-        self, source: str, *, bos: str = "", eos: str = "", origin: str = "file", clock: Clock | None = None
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        origin: str = "file",
+        clock: Clock | None = None,
+        vocabulary: Callable[[str], bool] = lambda text: False,
     ) -> None:
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelFileError(f"chat template: {len(source)} characters, expected at most {MAX_SOURCE_CHARS}")
@@ -279,6 +292,8 @@ class JinjaTemplate:
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             raise ModelFileError(f"chat template: {error}; give another one with --chat-template") from error
         self._origin = origin
+        self.source = source
+        self.tags = find_tags(source, vocabulary)
         self._probe()
 
     @classmethod
@@ -287,14 +302,18 @@ class JinjaTemplate:
         "Role: text" form, with a warning: a base model was not trained on any of them."""
         tokens = set(data.tokens)
         bos, eos = _text_of(data, data.bos_id), _text_of(data, data.eos_ids[0] if data.eos_ids else None)
+
+        def has(text: str) -> bool:
+            return text in tokens or f'"{text}"' in data.tokenizer_json
+
         if data.chat_template:
-            return cls(data.chat_template, bos=bos, eos=eos, clock=clock)
+            return cls(data.chat_template, bos=bos, eos=eos, clock=clock, vocabulary=has)
         source, origin = PLAIN, "plain"
-        if "<|im_start|>" in tokens or '"<|im_start|>"' in data.tokenizer_json:
+        if has("<|im_start|>"):
             source, origin = CHATML, "chatml"
-        elif "<start_of_turn>" in tokens or '"<start_of_turn>"' in data.tokenizer_json:
+        elif has("<start_of_turn>"):
             source, origin = GEMMA, "gemma"
-        made = cls(source, bos=bos, eos=eos, origin=origin, clock=clock)
+        made = cls(source, bos=bos, eos=eos, origin=origin, clock=clock, vocabulary=has)
         made._warnings.append(
             f"the model file has no chat template; the {origin} form stands in, and a base model may answer oddly"
         )
@@ -306,6 +325,9 @@ class JinjaTemplate:
             system_role=self._system_role,
             alternates=self._alternates,
             tools=self._tools,
+            calls=self.calls.name,
+            max_calls=self.max_calls,
+            reasoning=self.tags[0] if self.tags else "",
             warnings=list(self._warnings),
         )
 
@@ -378,6 +400,24 @@ class JinjaTemplate:
         self._alternates = plain is not None and self._try([user, other]) is None
         tool = {"type": "function", "function": {"name": "probe_tool", "description": "", "parameters": {}}}
         self._tools = "probe_tool" in (self._try([user], [tool]) or "")
+        own = find_format(self.source) if self._tools else None
+        self.calls = own or FORMATS["generic"]
+        self.max_calls = max(n for n in (0, 1, 2) if n == 0 or self._prints_calls(user, n))
+
+    def _prints_calls(self, user: dict[str, Any], count: int) -> bool:
+        """Whether a conversation in which the assistant made so many calls can be read from the prompt."""
+        names = [f"probe-call-{index}" for index in range(count)]
+        ids = [f"probe000{index}" for index in range(count)]
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
+            for name, call_id in zip(names, ids, strict=True)
+        ]
+        results = [
+            {"role": "tool", "name": name, "tool_call_id": call_id, "content": f"of-{name}"}
+            for name, call_id in zip(names, ids, strict=True)
+        ]
+        prompt = self._try([user, {"role": "assistant", "content": "", "tool_calls": calls}, *results]) or ""
+        return all(f"of-{name}" in prompt and prompt.count(name) > 1 for name in names)
 
     def _try(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
         try:
@@ -398,8 +438,6 @@ def _normalise(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     turn = {key: value for key, value in message.items() if value is not None}
     turn["role"] = "system" if role == "developer" else role
     turn["content"] = _join_parts(message.get("content"), f"messages[{index}].content")
-    if isinstance(turn.get("tool_calls"), Sequence):
-        turn["tool_calls"] = [_with_object_arguments(call) for call in turn["tool_calls"]]
     return turn
 
 
@@ -417,21 +455,6 @@ def _join_parts(content: Any, param: str) -> str:
             raise UnsupportedParameter(f"{param} has a part of type {kind!r}; this model reads text only", param=param)
         texts.append(str(part.get("text", "")))
     return "".join(texts)
-
-
-def _with_object_arguments(call: Any) -> Any:
-    """OpenAI's clients send arguments as JSON text; templates print them as an object."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        try:
-            parsed = json.loads(function["arguments"])
-        except (ValueError, RecursionError):
-            return call
-        if isinstance(parsed, dict):
-            function["arguments"] = parsed
-    return {**call, "function": function}
 
 
 def _fold_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

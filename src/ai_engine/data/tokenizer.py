@@ -17,7 +17,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -180,7 +180,7 @@ class ModelTokenizer:
             self._control = SpecialTokens(guarded)
         self._eos_ids = frozenset(data.eos_ids)
         self._pieces: dict[int, bytes] = {}  # of tokens seen so far
-        self._hidden = frozenset(i for i, kind in enumerate(self._types) if kind in (UNKNOWN, CONTROL, UNUSED))
+        self._hidden = _hidden(self._types)
         if self._add_bos and self._bos_id is None:
             raise ModelFileError("tokenizer: add_bos is set but there is no bos token; the model file is damaged")
 
@@ -231,18 +231,8 @@ class ModelTokenizer:
         if piece is None:
             if not 0 <= token < len(self._tokens):
                 return b""
-            piece = self._pieces[token] = self._piece(token)
+            piece = self._pieces[token] = _piece(self._tokens[token], self._types[token], self._byte_level)
         return piece
-
-    def _piece(self, token: int) -> bytes:
-        text, kind = self._tokens[token], self._types[token]
-        if kind == BYTE:
-            return bytes([int(text[3:5], 16)])
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
-            return text.encode()
-        if self._byte_level:
-            return b"".join(_BYTE_OF_CHAR.get(char) or char.encode() for char in text)
-        return text.replace("▁", " ").encode()
 
     def is_special(self, token: int) -> bool:
         return 0 <= token < len(self._types) and self._types[token] in (UNKNOWN, CONTROL)
@@ -291,6 +281,39 @@ class ModelTokenizer:
                 specials[added.content] = token
         self._all = self._control = SpecialTokens(specials)
         self._user, self._plain = SpecialTokens({}), full
+
+
+class TokenPieces(NamedTuple):
+    """The exact bytes of each token (a control token's name), and the ids that stand for no text."""
+
+    pieces: list[bytes]
+    hidden: frozenset[int]
+
+
+def token_pieces(data: TokenizerData) -> TokenPieces:
+    """All of a vocabulary, without the encoder. Raises ModelFileError."""
+    if data.kind == "json":
+        tokenizer = ModelTokenizer(data)
+        ids = range(tokenizer.vocab_size)
+        return TokenPieces([tokenizer.piece(i, skip_special=False) for i in ids], tokenizer._hidden)
+    tokens, types = _vocabulary(data)
+    byte_level = data.kind == "gpt2"
+    pieces = [_piece(text, kind, byte_level) for text, kind in zip(tokens, types, strict=True)]
+    return TokenPieces(pieces, _hidden(types))
+
+
+def _hidden(types: Sequence[int]) -> frozenset[int]:
+    return frozenset(i for i, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, UNUSED))
+
+
+def _piece(text: str, kind: int, byte_level: bool) -> bytes:
+    if kind == BYTE:
+        return bytes([int(text[3:5], 16)])
+    if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+        return text.encode()
+    if byte_level:
+        return b"".join(_BYTE_OF_CHAR.get(char) or char.encode() for char in text)
+    return text.replace("▁", " ").encode()
 
 
 def _plain_tokenizer(spec: str) -> tokenizers.Tokenizer:

@@ -22,13 +22,17 @@ from prometheus_client.registry import Collector
 from ai_engine.ports.clock import Clock, SystemClock
 from ai_engine.ports.errors import ERRORS_BY_CODE
 from ai_engine.ports.telemetry import (
+    ClockPair,
     Event,
     HttpDone,
+    KeysRead,
     MemorySet,
     PhaseDone,
     RequestQueued,
     RequestRefused,
     RequestScheduled,
+    RequestTraced,
+    SequenceOpened,
     StepDone,
     TokenTimes,
 )
@@ -67,6 +71,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "l7_api_http_requests": ("HTTP requests.", ("route", "method")),
     "l7_api_http_responses": ("HTTP responses.", ("route", "status")),
     "l7_api_http_client_disconnects": ("Clients that left before their answer.", ()),
+    "l7_door_auth_failures": ("Requests without a good API key.", ()),
     "l7_door_admission_rejections": ("Requests refused at admission, by error code.", ("reason",)),
     "l5_request_lifecycle_started": ("Requests taken in.", ()),
     "l5_request_lifecycle_finished": ("Choices ended, by outcome.", ("outcome",)),
@@ -83,6 +88,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "l7_door_auth_active_keys": ("API keys in force.", ()),
+    "l7_door_auth_keys_stale": ("1 while the keys file is broken and older keys are in force.", ()),
     "l5_sched_queue_requests": ("Requests waiting.", ()),
     "l5_sched_queue_tokens": ("Tokens waiting.", ()),
     "l5_sched_batch_running_requests": ("Sequences that hold pages.", ()),
@@ -185,6 +192,10 @@ class Metrics(Collector):
             MemorySet: self._on_memory,
             PhaseDone: self._on_phase,
             HttpDone: self._on_http,
+            ClockPair: _ignore,
+            SequenceOpened: _ignore,
+            RequestTraced: _ignore,
+            KeysRead: self._on_keys,
         }
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -291,10 +302,16 @@ class Metrics(Collector):
     def _on_phase(self, event: PhaseDone) -> None:
         self._gauges["l6_ops_startup_phase_seconds"].set(event.seconds, event.phase)
 
+    def _on_keys(self, event: KeysRead) -> None:
+        self._gauges["l7_door_auth_active_keys"].set(event.num_keys)
+        self._gauges["l7_door_auth_keys_stale"].set(not event.good)
+
     def _on_http(self, event: HttpDone) -> None:
         c = self._counters
         c["l7_api_http_requests"].add(1, event.route, event.method)
         c["l7_api_http_responses"].add(1, event.route, str(event.status))
+        if event.status == 401:
+            c["l7_door_auth_failures"].add(1)
         if event.status == 499:
             c["l7_api_http_client_disconnects"].add(1)
         route = event.route if event.route in self._http_seconds or len(self._http_seconds) < MAX_SERIES else "other"
@@ -339,6 +356,10 @@ class Metrics(Collector):
         g["l3_kv_pool_free_pages"].set(step.pages_free)
         g["l3_kv_pool_cached_pages"].set(step.pages_cached)
         g["l3_kv_pool_usage_ratio"].set(step.pages_held / step.pages_total if step.pages_total else 0.0)
+
+
+def _ignore(event: Event) -> None:
+    """Of no use to metrics; traces take it."""
 
 
 def _histogram(name: str, text: str, labels: Iterable[str], series: Mapping[Any, Histogram]) -> HistogramMetricFamily:

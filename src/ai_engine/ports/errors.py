@@ -6,7 +6,9 @@
     |  |- UnsupportedParameter           unsupported_parameter     400
     |  |- ContextLengthExceeded          context_length_exceeded   400
     |  |- InvalidJson                    invalid_json              400
+    |  |- InvalidJsonSchema              invalid_json_schema       400
     |- InvalidApiKey                     invalid_api_key           401  UNAUTHENTICATED
+    |- PermissionDenied                  permission_denied         403  PERMISSION_DENIED
     |- NotFound                          not_found                 404  NOT_FOUND
     |  |- ModelNotFound                  model_not_found           404
     |- MethodNotAllowed                  method_not_allowed        405  UNIMPLEMENTED
@@ -30,11 +32,13 @@ A message names the field, what was found, what was expected and the fix.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
 class AiEngineError(Exception):
-    """Base of the tree. ``param`` names the offending request field, if there is one."""
+    """Base of the tree. ``param`` names the offending request field, if there is one; ``details`` are the message's
+    numbers for programs (a limit, what is left of it), sent beside it."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
@@ -42,11 +46,19 @@ class AiEngineError(Exception):
     error_type: ClassVar[str] = "server_error"
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        details: Mapping[str, str | float] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.details = details or {}
 
 
 class InvalidRequest(AiEngineError):
@@ -72,11 +84,26 @@ class InvalidJson(InvalidRequest):
     code = "invalid_json"
 
 
+class InvalidJsonSchema(InvalidRequest):
+    """A schema, pattern or grammar that cannot be enforced: names the keyword and where it stands."""
+
+    code = "invalid_json_schema"
+
+
 class InvalidApiKey(AiEngineError):
     code = "invalid_api_key"
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
     error_type = "authentication_error"
+
+
+class PermissionDenied(AiEngineError):
+    """The key is good, and this is not for it."""
+
+    code = "permission_denied"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+    error_type = "permission_error"
 
 
 class NotFound(AiEngineError):

@@ -33,9 +33,10 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 class Matcher(Protocol):
     """The state of one choice. Not thread-safe."""
 
-    def fill(self, row: U32) -> None:
+    def fill(self, row: U32, tokens_left: int) -> None:
         """Write the allowed next tokens into a bitset row: bit t % 32 of word t // 32; end of sequence is allowed
-        where the text may end."""
+        where the text may end. ``tokens_left``, with this one: when it is no more than what the shortest ending needs,
+        only that ending is allowed. Raises EngineError when the grammar is too complex to go on."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -44,13 +45,18 @@ class Matcher(Protocol):
 
     def rollback(self, num_tokens: int) -> None: ...
 
-    def fork(self) -> Matcher: ...
-
 
 class Grammar(Protocol):
-    """A compiled constraint; shared by the choices of a request."""
+    """A compiled constraint; shared by the choices of a request, and by requests."""
 
-    def open(self) -> Matcher: ...
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of the shortest text that is known to match, with the end of sequence; 0: none is known."""
+        ...
+
+    def open(self) -> Matcher:
+        """A matcher at the start. Safe from any thread."""
+        ...
 
 
 class Grammars(Protocol):

@@ -14,8 +14,8 @@ from ai_engine.ports.sampling import SamplingParams
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and ``n`` choices. Text never enters the worker: token ids only.
 
-    ``request_id`` is unique per server. ``tenant`` is part of the prefix-cache key. Choice ``i`` samples with
-    ``params.seed + i``.
+    ``request_id`` is unique per server. Prefixes are shared only within one ``cache_scope``, which is the server's to
+    choose. Choice ``i`` samples with ``params.seed + i``.
     """
 
     request_id: str
@@ -24,7 +24,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     n: int = 1
     model: str = ""
-    tenant: str = ""
+    tenant: str = ""  # who pays: the queue and the steps are shared fairly between tenants
+    weight: float = 1.0  # the tenant's share against others
+    cache_scope: str = ""
     adapter: str = ""
     priority: int = 0  # lower runs first
     constraint: Constraint | None = None  # what every choice's text must match

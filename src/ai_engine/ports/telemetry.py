@@ -6,6 +6,22 @@ from typing import Protocol
 
 import msgspec
 
+from ai_engine.ports.trace import Part, TraceContext
+
+
+class StepWork(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's rows of a step; ``context`` counts the positions behind its last row."""
+
+    seq_id: int
+    prefill: int
+    decode: int
+    draft: int
+    context: int
+
+    @property
+    def rows(self) -> int:
+        return self.prefill + self.decode + self.draft
+
 
 class StepDone(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """One step of the engine."""
@@ -27,6 +43,29 @@ class StepDone(msgspec.Struct, frozen=True, tag="step", array_like=True):
     pages_held: int
     evicted_pages: int
     preempted: int
+    work: list[StepWork] = []  # which sequence ran how many rows
+    predicted_s: float = 0.0  # what the scheduler thought the step would take
+    drafted: int = 0  # guesses that were verified
+    accepted: int = 0  # of those, how many were right
+
+
+class ClockPair(msgspec.Struct, frozen=True, tag="clock", array_like=True):
+    """The cycle counter of the rings and the monotonic clock at one moment."""
+
+    cycles: int
+    monotonic_ns: int
+
+
+class SequenceOpened(msgspec.Struct, frozen=True, tag="opened", array_like=True):
+    """A choice got pages: when it was first scheduled, and again after each preemption. Its steps name ``seq_id``."""
+
+    seq_id: int
+    request_id: str
+    trace_id: str
+    index: int
+    opened_s: float
+    known_tokens: int
+    cached_tokens: int
 
 
 class RequestQueued(msgspec.Struct, frozen=True, tag="queued", array_like=True):
@@ -62,6 +101,8 @@ class TokenTimes(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
     cached_tokens: int
     completion_tokens: int
     gaps_s: list[float]
+    ended_s: float = 0.0  # monotonic: the other times lead back from here
+    index: int = 0
 
 
 class MemorySet(msgspec.Struct, frozen=True, tag="memory", array_like=True):
@@ -83,13 +124,51 @@ class HttpDone(msgspec.Struct, frozen=True, tag="http", array_like=True):
     method: str
     status: int
     seconds: float
+    malformed_trace: bool = False  # its traceparent broke the rules
 
 
-Event = StepDone | RequestQueued | RequestScheduled | RequestRefused | TokenTimes | MemorySet | PhaseDone | HttpDone
+class RequestTraced(msgspec.Struct, frozen=True, tag="traced", array_like=True):
+    """An HTTP exchange as its door saw it, with the parts that it was in. ``attributes`` are names and numbers (model,
+    limits asked for, token counts, finish), never text of a prompt or an answer. Stays in the gateway."""
+
+    context: TraceContext
+    route: str
+    method: str
+    status: int
+    started_s: float
+    ended_s: float
+    wall_s: float  # Unix time of started_s
+    parts: list[Part]
+    key: str = ""  # name of the API key
+    requests: list[str] = []  # request ids in serving
+    attributes: dict[str, str | int | float | bool | list[str]] = {}
+
+
+class KeysRead(msgspec.Struct, frozen=True, tag="keys", array_like=True):
+    """The keys file was read: how many keys are in force now; not ``good``: it is broken, and they are the old ones."""
+
+    num_keys: int
+    good: bool
+
+
+Event = (
+    StepDone
+    | RequestQueued
+    | RequestScheduled
+    | RequestRefused
+    | TokenTimes
+    | MemorySet
+    | PhaseDone
+    | HttpDone
+    | KeysRead
+    | ClockPair
+    | SequenceOpened
+    | RequestTraced
+)
 
 
 class Telemetry(Protocol):
-    """Implementations: observe.metrics.Metrics, wire.TelemetryClient, app.NoTelemetry,
+    """Implementations: observe.metrics.Metrics, observe.traces.Traces, wire.TelemetryClient, app.NoTelemetry,
     testing.MemoryTelemetry."""
 
     def emit(self, event: Event) -> None: ...

@@ -8,15 +8,47 @@ the event loop; decoding is not, because it runs once per token and must cost a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
+from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.serving import TokenLogprob
 
 
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model may do with the functions it is told of. ``only`` names the one function that it must call."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    only: str = ""
+    parallel: bool = True
+
+
+ANY_CALL: Final = ToolChoice()
+
+
+class ReplyForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answer to a conversation is written: what `encode_chat` finds out and `open_output` needs. The default
+    is plain text."""
+
+    reasoning: tuple[str, str] | None = None  # the tags around the reasoning part
+    inside_reasoning: bool = False  # the prompt opens that part, so the answer begins in it
+    calls: str = ""  # the format of function calls, of data.tools.FORMATS; "": text is only text
+    names: tuple[str, ...] = ()  # the functions that may be called
+    one_call: bool = False  # the answer ends with its first complete call
+    constraint: Constraint | None = None  # what makes the answer a call
+    warnings: tuple[str, ...] = ()  # what was asked for and this model cannot do
+
+
+TEXT_ONLY: Final = ReplyForm()
+
+
 class Encoded(msgspec.Struct, frozen=True, array_like=True):
+    """``stamps``, monotonic seconds: taken up by the encoder, template rendered, ids made; None: took no time."""
+
     ids: list[int]
+    form: ReplyForm = TEXT_ONLY
+    stamps: tuple[float, float, float] | None = None
 
 
 class Tokenizer(Protocol):
@@ -59,7 +91,7 @@ class ChatTemplate(Protocol):
 
 
 class TokenEntry(msgspec.Struct, frozen=True):
-    """One token whose text is out. ``text_offset`` counts characters before it: of the choice's text, or of the
+    """One token whose text is out. ``text_offset`` counts characters before it: of the choice's visible text, or of the
     prompt's for a token of an echoed prompt."""
 
     token: int
@@ -81,8 +113,8 @@ class ToolDelta(msgspec.Struct, frozen=True):
 
 class TextDelta(msgspec.Struct, frozen=True):
     """What a push or finish let out. ``text`` is whole characters that can no longer become part of a stop string (with
-    a stop: up to before it, or after it, if stops are included); ``entries`` the tokens whose text is now out; ``stop``
-    the stop string that ended the text: nothing may be pushed after it."""
+    a stop: up to before it, or after it, if stops are included); ``entries`` the tokens of the visible text that is now
+    out; ``stop`` the stop string that ended the text, "" when a complete call did: nothing may be pushed after it."""
 
     text: str
     entries: list[TokenEntry] = []
@@ -97,6 +129,11 @@ class OutputStream(Protocol):
     @property
     def num_tokens(self) -> int:
         """The usage so far: every token taken, up to and with the one that completed a stop string."""
+        ...
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of them up to and with the one that completed the reasoning part's end tag."""
         ...
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> TextDelta:
@@ -119,12 +156,16 @@ class TextService(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = ANY_CALL,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> Encoded:
-        """Template, then tokens. A message has ``role`` and ``content`` (str or None; parts are joined before), and
-        may have ``name``, ``tool_calls``, ``tool_call_id``. Raises InvalidRequest when the template refuses them."""
+        """Template, then tokens, and the form of the answer. A message has ``role`` and ``content`` (str or None;
+        parts are joined before), and may have ``name``, ``tool_calls``, ``tool_call_id``, ``reasoning_content``.
+        ``tools`` are OpenAI's: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
+        Raises InvalidRequest when the template refuses them."""
         ...
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
@@ -140,5 +181,13 @@ class TextService(Protocol):
         ...
 
     def open_output(
-        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
-    ) -> OutputStream: ...
+        self,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        form: ReplyForm = TEXT_ONLY,
+        call_ids: str = "",
+    ) -> OutputStream:
+        """``stops`` apply to visible text alone. Call i gets the id "call_" + ``call_ids`` + i in hex."""
+        ...

@@ -21,7 +21,7 @@ from ai_engine.ports.progress import Progress, no_progress
 from ai_engine.ports.runtime import KvBudget, Limits, MemoryReport, SeqOutput, SequenceSpec, StepPlan, StepResult, Work
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.runtime.eviction import make_policy
-from ai_engine.runtime.kv import PagePool
+from ai_engine.runtime.kv import PageMap, PagePool
 from ai_engine.runtime.passes import DEFAULT_PASSES, Pass
 from ai_engine.runtime.plan import EngineOptions, EnginePlan, make_plan
 from ai_engine.runtime.rope import rope_tables
@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(
         self, plan: EnginePlan, options: EngineOptions, kernels: Kernels, program: Program, resources: Resources,
-        arenas: SequenceOf[Arena], clock: Clock,
+        arenas: SequenceOf[Arena], clock: Clock, page_map: PageMap,
     ) -> None:  # fmt: skip
         self.plan, self.kernels, self.program, self.resources = plan, kernels, program, resources
         self._limits, self._clock, self._arenas, self._eos_ids = plan.limits, clock, arenas, options.eos_ids
@@ -50,6 +50,7 @@ class Engine:
             make_policy(options.eviction),
             lambda source, target: kernels.copy_page(resources, source, target),
             share_prefixes=options.prefix_cache,
+            page_map=page_map,
         )
         self._params = ParamTable()
         self._builder = Builder(plan.limits, self._params)
@@ -209,10 +210,12 @@ def build_engine(
     passes: SequenceOf[Pass] = DEFAULT_PASSES,
     progress: Progress = no_progress,
     warm_up: bool = True,
+    make_page_map: Callable[[int], PageMap] = bytearray,
 ) -> Engine:
     """Kernels ready, graph compiled, weights loaded, program bound and run once at its typical shapes.
 
-    ``make_arena(nbytes)`` gives zeroed memory; ``free_bytes`` is what the process may still take. Raises
+    ``make_arena(nbytes)`` gives zeroed memory, ``make_page_map(num_pages)`` what takes a byte per KV page (kv.py),
+    shared where others are to see it; ``free_bytes`` is what the process may still take. Raises
     UnsupportedModel, ModelFileError or ConfigError.
     """
     kernels.prepare(progress)
@@ -225,8 +228,9 @@ def build_engine(
         tables = rope_tables(file.config, file, plan.limits.max_context)
         resources = _resources(plan, weights, tables, arenas[1].data, arenas[2].data)
         engine = Engine(
-            plan, options, kernels, kernels.compile(plan.lowered.calls, resources), resources, arenas, clock
-        )
+            plan, options, kernels, kernels.compile(plan.lowered.calls, resources), resources, arenas, clock,
+            make_page_map(plan.num_pages),
+        )  # fmt: skip
         if warm_up:
             run_warm_up(engine, lambda done: progress("warm up", done))
     except BaseException:

@@ -9,6 +9,8 @@ keys in full, and node numbers are never used twice, so two prompts share a page
 its end are equal; no collision of hashes can mix them. Whoever holds a page holds the pages before it. A page that
 others can see (shared, or a node) is copied before it is written.
 
+Every page's state also stands in a byte map that others may look at (the console draws it).
+
 Handles carry a generation: a handle that was released raises StaleHandle for ever.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -27,8 +29,18 @@ from ai_engine.runtime.buddy import BuddyRuns
 from ai_engine.runtime.eviction import EvictionPolicy, PageStats
 
 SLOT_BITS: Final = 32
+FREE, CACHED, HELD, SHARED = range(4)
+"""A page's state in the map; shared is held by more than one sequence."""
 LONG_PAGES: Final = 4
 """A sequence of at least as many pages gets a run of neighbouring pages set aside when it is opened."""
+
+
+class PageMap(Protocol):
+    """A byte per page, as bytearray."""
+
+    def __getitem__(self, page: int, /) -> int: ...
+
+    def __setitem__(self, page: int, state: int, /) -> None: ...
 
 
 class _Node(PageStats):
@@ -59,7 +71,8 @@ class _Seq:
 class PagePool:
     """``num_pages`` pages of ``page_tokens`` tokens. All methods are microseconds; none is thread-safe.
 
-    ``table[slot(handle)]`` is a sequence's page table, ``max_seq_pages`` wide.
+    ``table[slot(handle)]`` is a sequence's page table, ``max_seq_pages`` wide. ``page_map`` (num_pages long, zeros at
+    first) takes each page's state: FREE, CACHED, HELD, SHARED.
     """
 
     def __init__(
@@ -71,7 +84,9 @@ class PagePool:
         copy_page: Callable[[int, int], None],
         *,
         share_prefixes: bool = True,
+        page_map: PageMap | None = None,
     ) -> None:
+        self.page_map: PageMap = bytearray(num_pages) if page_map is None else page_map
         self.num_pages, self.page_tokens, self.share_prefixes = num_pages, page_tokens, share_prefixes
         self.table: I32 = np.zeros((16, max_seq_pages), np.int32)
         self.num_evicted = self.num_copied = self.num_hit_tokens = 0
@@ -290,16 +305,20 @@ class PagePool:
             self._num_cached -= 1
             self._num_held += 1
         self._refs[page] += 1
+        self.page_map[page] = HELD if self._refs[page] == 1 else SHARED
 
     def _drop(self, page: int) -> None:
         self._refs[page] -= 1
         if self._refs[page] > 0:
+            self.page_map[page] = HELD if self._refs[page] == 1 else SHARED
             return
         self._num_held -= 1
         node = self._node_of[page]
         if node is None:
+            self.page_map[page] = FREE
             self._buddy.put(page)
             return
+        self.page_map[page] = CACHED
         self._num_cached += 1
         node.used_tick = self._tick
         if node.children == 0:
@@ -328,6 +347,7 @@ class PagePool:
             if page is None:
                 page = self._take_reserved() if self._reserving else self._evict()
         self._refs[page] = 1
+        self.page_map[page] = HELD
         self._num_held += 1
         return page
 
@@ -375,6 +395,7 @@ class PagePool:
         self._policy.evicted(priority)
         del self._index[node.key]
         self._node_of[node.page] = None
+        self.page_map[node.page] = FREE
         self._num_cached -= 1
         self.num_evicted += 1
         parent = node.parent
@@ -406,6 +427,10 @@ class PagePool:
         held = [page for page, count in enumerate(owners) if count]
         cached = [node.page for node in self._index.values() if owners[node.page] == 0]
         assert sorted([*free, *reserved, *held, *cached]) == list(range(self.num_pages)), "a page has not one state"
+        states = [CACHED if self._node_of[page] else FREE for page in range(self.num_pages)]
+        for page in held:
+            states[page] = HELD if owners[page] == 1 else SHARED
+        assert [self.page_map[page] for page in range(self.num_pages)] == states, "the page map differs from the pages"
         counts = (self._buddy.num_free, self._num_reserved, self._num_held, self._num_cached)
         assert counts == (len(free), len(reserved), len(held), len(cached)), counts
         self._check_tree()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -15,7 +17,8 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     # a step
     step_target_s: float = 0.050  # predicted seconds of a step with running streams in it
     prefill_target_s: float = 0.400  # of a step that nobody is waiting for tokens from
-    min_prefill_tokens: int = 16  # a prompt always advances by this much
+    min_prefill_tokens: int = 8  # a prompt always advances by this much
+    speculation: Literal["off", "lookup"] = "lookup"  # guess tokens that the prompt or the answer said before
     # admission
     max_running: int = 0  # sequences open at once; 0: as many as a step takes
     growth_tokens: int = 64  # room kept for the output of each running sequence before another is admitted

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import AiEngineError, DeadlineExceeded, EngineError
-from ai_engine.ports.runtime import Runtime, SeqOutput, StepPlan, StepResult
+from ai_engine.ports.runtime import Runtime, SeqOutput, StepPlan, StepResult, Work
 from ai_engine.ports.serving import Chunk, Terminal, TokenLogprob, Usage
-from ai_engine.ports.telemetry import RequestScheduled, StepDone, Telemetry, TokenTimes
+from ai_engine.ports.telemetry import (
+    RequestScheduled,
+    SequenceOpened,
+    StepDone,
+    StepWork,
+    Telemetry,
+    TokenTimes,
+)
 from ai_engine.serving import scheduler
 from ai_engine.serving.config import ServingConfig
-from ai_engine.serving.cost import Load
+from ai_engine.serving.cost import CostModel, Load, prior_s
 from ai_engine.serving.rules import may_start, stop_reason
 from ai_engine.serving.state import Choice, Group, State
 
@@ -63,7 +70,10 @@ class StepLoop:
         self._telemetry = telemetry
         self._eos_ids = eos_ids
         self._now_s = clock.now_s()
-        self.state = State(runtime.limits, config, runtime.pages_needed)
+        memory = runtime.memory
+        cost = CostModel(prior_s(memory.weights, memory.kv_bytes_per_token))
+        self.state = State(runtime.limits, config, runtime.pages_needed, cost)
+        self._guesses = config.speculation == "lookup"
         self._budget = runtime.budget()
         self._groups: dict[str, Group] = {}
         self._open: dict[int, Choice] = {}  # by seq_id
@@ -164,6 +174,7 @@ class StepLoop:
             group,
             tenant=request.tenant,
             cost_tokens=group.expected_tokens,
+            weight=request.weight,
             priority=request.priority,
         )
         if request.timeout_s is not None:
@@ -189,19 +200,23 @@ class StepLoop:
     # opening
 
     def _open_ready(self, now: float) -> None:
-        """Open who may start: the parked in order of age, then the queue; nobody passes one who has to wait."""
-        while (choice := self._next_waiting()) is not None and may_start(self.state, choice, self._budget):
+        """Open who may start: the parked in order of age, then the queue; nobody passes one who has to wait, unless
+        that one waits for its own tenant's seats."""
+        barred = self.state.full_tenants()
+        while (choice := self._next_waiting(barred)) is not None and may_start(self.state, choice, self._budget):
             if choice.group.queued:
-                self.state.queue.pop()
+                self.state.queue.pop(barred)
                 self._left_queue(choice.group)
             else:
-                self.state.parked.pop(0)
+                self.state.parked.remove(choice)
             self._open_choice(choice, now)
+            barred = self.state.full_tenants()
 
-    def _next_waiting(self) -> Choice | None:
-        if self.state.parked:
-            return self.state.parked[0]
-        group = self.state.queue.peek()
+    def _next_waiting(self, barred: Set[str]) -> Choice | None:
+        parked = next((choice for choice in self.state.parked if choice.tenant not in barred), None)
+        if parked is not None:
+            return parked
+        group = self.state.queue.peek(barred)
         return None if group is None else group.leader
 
     def _open_choice(self, choice: Choice, now: float) -> None:
@@ -223,6 +238,12 @@ class StepLoop:
             self._telemetry.emit(
                 RequestScheduled(group.request.request_id, now - group.arrived_s, choice.prompt_len, cached)
             )
+        request = group.request
+        self._telemetry.emit(
+            SequenceOpened(
+                spec.seq_id, request.request_id, request.trace_id, choice.index, now, len(choice.tokens), cached
+            )
+        )
 
     def _donor(self, group: Group) -> int | None:
         """An open sequence that holds the pages of the group's prompt; one that ends with the next plan still does."""
@@ -240,7 +261,7 @@ class StepLoop:
 
     def _step(self, now: float) -> None:
         state = self.state
-        plan, load = scheduler.plan(state, self._budget, now)
+        plan, load = scheduler.plan(state, self._budget)
         assert plan.work or plan.release or plan.preempt, "work to do, and nothing planned"
         planned_s = self._clock.now_s()
         state.step = plan.step
@@ -256,10 +277,17 @@ class StepLoop:
         if plan.work:
             self.failed_steps, self.last_error = 0, ""
         self._budget = result.budget
+        predicted_s = state.cost.predict_s(load)
         self._learn(load, result)
-        self._emit_step(plan, load, result, planned_s - now)
+        self._emit_step(plan, result, planned_s - now, predicted_s)
+        given: defaultdict[str, float] = defaultdict(float)
         for work in plan.work:
-            self._open[work.seq_id].computed += work.num_tokens
+            choice = self._open[work.seq_id]
+            choice.computed += work.num_tokens
+            given[choice.tenant] += work.num_tokens / choice.group.request.weight
+            if self._guesses:
+                choice.index_prompt(work.num_tokens)
+        state.shares.serve(given, {choice.tenant for choice in state.running})
         for output in result.outputs:
             self.deliver(self._open[output.seq_id], output)
 
@@ -318,6 +346,8 @@ class StepLoop:
         choice.computed += max(0, len(tokens) - 1)  # accepted drafts are computed already
         if tokens:
             self._note_tokens(choice)
+            if self._guesses and finish is None:
+                choice.guess(len(tokens))
         logprobs = None if output.logprobs is None else output.logprobs[: len(tokens)]
         scores = _fresh_scores(choice, output.prompt_logprobs)
         if finish is not None:
@@ -402,8 +432,9 @@ class StepLoop:
 
     # telemetry
 
-    def _emit_step(self, plan: StepPlan, load: Load, result: StepResult, plan_s: float) -> None:
-        decode = sum(1 for work in plan.work if self._open[work.seq_id].uncomputed == 1)
+    def _emit_step(self, plan: StepPlan, result: StepResult, plan_s: float, predicted_s: float) -> None:
+        work = [_step_work(self._open[item.seq_id], item) for item in plan.work]
+        decode = sum(item.decode for item in work)
         budget = result.budget
         self._telemetry.emit(
             StepDone(
@@ -412,7 +443,7 @@ class StepLoop:
                 ended_s=result.ended_s,
                 plan_s=plan_s,
                 num_seqs=len(plan.work),
-                prefill_tokens=load.rows - decode,
+                prefill_tokens=sum(item.prefill for item in work),
                 decode_tokens=decode,
                 kept_rows=result.kept_rows,
                 running=len(self.state.running),
@@ -424,6 +455,10 @@ class StepLoop:
                 pages_held=budget.held,
                 evicted_pages=result.evicted_pages,
                 preempted=len(plan.preempt),
+                work=work,
+                predicted_s=predicted_s,
+                drafted=sum(item.draft for item in work),
+                accepted=sum(max(0, len(output.tokens) - 1) for output in result.outputs),
             )
         )
 
@@ -442,6 +477,8 @@ class StepLoop:
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=usage.completion_tokens,
                 gaps_s=choice.gaps_s,
+                ended_s=now,
+                index=choice.index,
             )
         )
 
@@ -460,6 +497,13 @@ class StepLoop:
                 assert (id(choice) in placed) != waits, (group.request.request_id, choice.index)
         assert {id(c.group) for c in (*state.running, *state.parked)} <= {id(g) for g in self._groups.values()}
         assert all(group.queued for group in state.queue)
+
+
+def _step_work(choice: Choice, work: Work) -> StepWork:
+    """Before the step is accounted for: ``computed`` is still what it was when the step was planned."""
+    decode = int(choice.uncomputed == 1)
+    context = choice.computed + work.num_tokens + len(work.draft)
+    return StepWork(work.seq_id, work.num_tokens - decode, decode, len(work.draft), context)
 
 
 def _usage(choice: Choice) -> Usage:

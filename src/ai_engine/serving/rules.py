@@ -55,8 +55,9 @@ def _has_seat(state: State, choice: Choice, budget: KvBudget) -> bool:
 
 
 def _has_rows(state: State, choice: Choice, budget: KvBudget) -> bool:
-    """Prompts that would not get a row for a while wait in the queue, where they pin no pages."""
-    backlog = sum(c.uncomputed for c in state.running)
+    """Prompts that would not get a row for a while wait in the queue, where they pin no pages. A tenant waits for its
+    own: those of others let it go first."""
+    backlog = sum(c.uncomputed for c in state.running if c.tenant == choice.tenant)
     return backlog < 2 * state.limits.max_step_tokens
 
 

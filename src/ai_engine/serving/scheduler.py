@@ -1,8 +1,9 @@
-"""Who runs how many tokens this step: ``plan(state, budget, now)``, pure: no clock, no I/O, changes nothing.
+"""Who runs how many tokens this step: ``plan(state, budget)``, pure: no clock, no I/O, changes nothing.
 
-Decodes first, then prompts in the time and rows that are left. The oldest sequence can always go on: when pages are
-short the youngest gives its back. What a preemption frees is spent in the next step, when the runtime has counted it;
-a sequence that is short and has no younger one to preempt waits. Does not open or release anything: loop.py does.
+Decodes first, then prompts in the time and rows that are left, then guesses where they pay. The oldest sequence can
+always go on: when pages are short the youngest gives its back. What a preemption frees is spent in the next step, when
+the runtime has counted it; a sequence that is short and has no younger one to preempt waits. Does not open or release
+anything: loop.py does.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ai_engine.ports.runtime import KvBudget, StepPlan, Work
-from ai_engine.serving.cost import Load
+from ai_engine.serving.cost import Load, attended
 from ai_engine.serving.state import Choice, State
+
+_MIN_GAIN: Final = 1.03  # guesses must promise this much more than none
+_MIN_CHANCE: Final = 0.05  # a guess less likely than this is not worth looking at
 
 
 class Ledger:
@@ -28,6 +32,7 @@ class Ledger:
         self.kept_for_oldest = 0  # pages that only state.running[0] may take
         self.load = Load()
         self.work: list[Work] = []
+        self.decoding: list[Choice] = []  # who has the first places in ``work``
         self.preempt: list[int] = []
         self.taken: set[int] = set()  # sequences that work or are preempted
         self.freeing = 0  # pages that the preemptions should free
@@ -48,6 +53,18 @@ class Ledger:
         self.taken.add(choice.seq_id)
         self.work.append(Work(choice.seq_id, num_tokens, (), choice.group.request.adapter))
 
+    def guess(self, place: int, choice: Choice, draft: tuple[int, ...], pages: int) -> None:
+        """Add a draft to the decode at this place of ``work``."""
+        rows, position = len(draft), choice.computed + 1
+        self.rows -= rows
+        self.logit_rows -= rows
+        self.pages -= pages
+        self.load.rows += rows
+        self.load.logit_rows += rows
+        self.load.attended += attended(rows, position)
+        self.load.context += rows
+        self.work[place] = Work(choice.seq_id, 1, draft, choice.group.request.adapter)
+
     def short(self, choice: Choice, pages: int) -> None:
         """``choice`` cannot go on for want of ``pages``: nobody younger may take the rest, and the youngest give theirs
         back, unless sequences that end with this plan may free enough."""
@@ -66,7 +83,7 @@ class Ledger:
                 missing -= held
 
 
-def _keep_oldest_going(state: State, ledger: Ledger, now: float) -> None:
+def _keep_oldest_going(state: State, ledger: Ledger) -> None:
     """Set pages aside for the oldest before anyone else takes one."""
     if state.running:
         oldest = state.running[0]
@@ -78,10 +95,10 @@ def _keep_oldest_going(state: State, ledger: Ledger, now: float) -> None:
             ledger.kept_for_oldest = pages
 
 
-def _decode(state: State, ledger: Ledger, now: float) -> None:
+def _decode(state: State, ledger: Ledger) -> None:
     """One row for everyone with one token to compute."""
     for choice in state.running:
-        if choice.uncomputed > 1 or choice.seq_id in ledger.taken or choice.group.deadline_s <= now:
+        if choice.uncomputed > 1 or choice.seq_id in ledger.taken:
             continue
         if not (ledger.rows and ledger.seqs and ledger.logit_rows):
             return
@@ -90,14 +107,16 @@ def _decode(state: State, ledger: Ledger, now: float) -> None:
             ledger.short(choice, pages)
         else:
             ledger.give(choice, 1, pages)
+            ledger.decoding.append(choice)
 
 
-def _prefill(state: State, ledger: Ledger, now: float) -> None:
-    """Chunks of prompts, oldest first. The first always advances; the next ones only by a chunk worth its overhead."""
+def _prefill(state: State, ledger: Ledger) -> None:
+    """Chunks of prompts, in fair order. The first always advances; the next ones only by a chunk worth its overhead."""
     target_s = state.config.step_target_s if ledger.work else state.config.prefill_target_s
     first = True
-    for choice in state.running:
-        if choice.uncomputed == 1 or choice.seq_id in ledger.taken or choice.group.deadline_s <= now:
+    prompts = state.prompts_in_order()
+    for place, choice in enumerate(prompts):
+        if choice.seq_id in ledger.taken:
             continue
         if not (ledger.rows and ledger.seqs):
             return
@@ -107,7 +126,8 @@ def _prefill(state: State, ledger: Ledger, now: float) -> None:
         first = False
         fits = _within_pages(state, ledger, choice, num_tokens)
         if fits == 0:
-            ledger.short(choice, state.pages_needed(choice.seq_id, 1))
+            if all(choice.age < other.age for other in prompts[place + 1 :]):  # else it may not hold up the older
+                ledger.short(choice, state.pages_needed(choice.seq_id, 1))
         else:
             ledger.give(choice, fits, state.pages_needed(choice.seq_id, fits))
 
@@ -137,13 +157,55 @@ def _within_pages(state: State, ledger: Ledger, choice: Choice, num_tokens: int)
     return 0
 
 
-Stage = Callable[[State, Ledger, float], None]
-STAGES: Final[Sequence[Stage]] = (_keep_oldest_going, _decode, _prefill)
+def _speculate(state: State, ledger: Ledger) -> None:
+    """Guesses behind the decodes. They take what everyone else has left, within the step's target time."""
+    for place, choice in enumerate(ledger.decoding):
+        most = _most_guesses(state, ledger, choice)
+        count = _worthwhile(state, ledger, choice, most) if most else 0
+        pages = 0
+        while count > 0:
+            pages = state.pages_needed(choice.seq_id, 1 + count) - state.pages_needed(choice.seq_id, 1)
+            if pages <= ledger.pages:
+                assert choice.lookup is not None
+                ledger.guess(place, choice, choice.lookup.guesses[:count], pages)
+                break
+            count -= 1
 
 
-def plan(state: State, budget: KvBudget, now: float) -> tuple[StepPlan, Load]:
+def _most_guesses(state: State, ledger: Ledger, choice: Choice) -> int:
+    """By rows, and by what the answer may still hold: the step gives one token more than it accepts guesses."""
+    if choice.lookup is None:
+        return 0
+    left = min(choice.output_left, state.limits.max_context - len(choice.tokens)) - 1
+    return max(0, min(len(choice.lookup.guesses), ledger.rows, ledger.logit_rows, left))
+
+
+def _worthwhile(state: State, ledger: Ledger, choice: Choice, most: int) -> int:
+    """The number of guesses that gives the step the most useful rows per second: certain ones, and guesses by their
+    chance to be right. 0 unless they give clearly more than none."""
+    assert choice.lookup is not None
+    cost, rows, step_s = state.cost, ledger.load.rows, state.cost.predict_s(ledger.load)
+    row_s, bend_s = cost.row_s(choice.computed + 1, samples=True), cost.bend_s(rows, ledger.load.logit_rows)
+    best, best_rate = 0, _MIN_GAIN * rows / max(step_s, 1e-9)
+    useful, chance = float(rows), 1.0
+    for count in range(1, most + 1):
+        chance *= choice.lookup.chance(count - 1)
+        useful += chance
+        seconds = step_s + count * row_s + cost.bend_s(rows + count, ledger.load.logit_rows + count) - bend_s
+        if seconds > state.config.step_target_s or chance < _MIN_CHANCE:
+            break
+        if useful / seconds > best_rate:
+            best, best_rate = count, useful / seconds
+    return best
+
+
+Stage = Callable[[State, Ledger], None]
+STAGES: Final[Sequence[Stage]] = (_keep_oldest_going, _decode, _prefill, _speculate)
+
+
+def plan(state: State, budget: KvBudget) -> tuple[StepPlan, Load]:
     """The step's plan, and the load it puts on the machine."""
     ledger = Ledger(state, budget)
     for stage in STAGES:
-        stage(state, ledger, now)
+        stage(state, ledger)
     return StepPlan(state.step + 1, ledger.work, list(state.closing), ledger.preempt), ledger.load

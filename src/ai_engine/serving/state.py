@@ -8,7 +8,8 @@ A request enters as one Group; its leader computes the prompt, then the other ch
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Set
 
 import msgspec
 
@@ -17,7 +18,9 @@ from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import GenerateRequest, Terminal
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.cost import CostModel
+from ai_engine.serving.lookup import INDEXED_PER_STEP, Lookup, TokenIndex
 from ai_engine.serving.queue import FairQueue
+from ai_engine.serving.shares import Shares, seats_of_one
 
 MAX_SEED = 1 << 64
 
@@ -37,6 +40,7 @@ class Group:
         self.leader = self.choices[0]  # computes the prompt
         self.forked = False  # the prompt is computed and the other choices were parked
         self.donor_id = 0  # a sequence that holds the prompt's pages
+        self.prompt_index = TokenIndex()  # filled as the prompt is computed, when sequences guess
 
     @property
     def holds_prompt(self) -> bool:
@@ -60,6 +64,7 @@ class Choice:
         "group",
         "index",
         "last_token_s",
+        "lookup",
         "params",
         "prompt_len",
         "scored",
@@ -86,6 +91,11 @@ class Choice:
         self.scored = 0  # prompt logprobs delivered
         self.scored_since_open = 0
         self.scores_prompt = False  # the open sequence keeps a logits row for each prompt row
+        self.lookup: Lookup | None = None  # from its first token on, when sequences guess
+
+    @property
+    def tenant(self) -> str:
+        return self.group.request.tenant
 
     @property
     def uncomputed(self) -> int:
@@ -106,6 +116,18 @@ class Choice:
             rows += max(0, min(self.computed + num_tokens, self.prompt_len - 1) - self.computed)
         return rows
 
+    def index_prompt(self, num_computed: int) -> None:
+        """Keep the index of the prompt up with a step that computed ``num_computed`` of its tokens."""
+        index = self.group.prompt_index
+        if index.end < self.prompt_len:
+            index.extend(self.tokens, min(index.end + max(num_computed, INDEXED_PER_STEP), self.prompt_len))
+
+    def guess(self, num_new: int) -> None:
+        """``num_new`` tokens came: judge what was guessed of them, and guess again."""
+        if self.lookup is None:
+            self.lookup = Lookup(self.group.prompt_index, self.prompt_len)
+        self.lookup.advance(self.tokens, num_new)
+
     def spec(self, seq_id: int, fork_of: int | None) -> SequenceSpec:
         request, params = self.group.request, self.params
         if params.prompt_logprobs is not None and self.scored >= self.prompt_len - 1:
@@ -115,7 +137,7 @@ class Choice:
             tokens=list(self.tokens),
             prompt_len=self.prompt_len,
             params=params,
-            namespace=f"{request.tenant}\0{request.adapter}",
+            namespace=f"{request.cache_scope}\0{request.adapter}",
             fork_of=fork_of,
         )
 
@@ -131,12 +153,15 @@ def _choice_params(params: SamplingParams, index: int) -> SamplingParams:
 class State:
     """Lists are kept oldest first. ``pages_needed`` is the runtime's question of that name; it changes nothing."""
 
-    def __init__(self, limits: Limits, config: ServingConfig, pages_needed: Callable[[int, int], int]) -> None:
+    def __init__(
+        self, limits: Limits, config: ServingConfig, pages_needed: Callable[[int, int], int], cost: CostModel
+    ) -> None:
         self.limits = limits
         self.config = config
         self.pages_needed = pages_needed
-        self.cost = CostModel()
+        self.cost = cost
         self.queue: FairQueue[Group] = FairQueue()
+        self.shares = Shares()
         self.running: list[Choice] = []  # open in the runtime
         self.parked: list[Choice] = []  # preempted, or waiting to fork: before anyone in the queue
         self.closing: list[int] = []  # sequences to release with the next plan
@@ -144,6 +169,27 @@ class State:
         # Everyone who runs must fit into one step, or the youngest would starve.
         most = min(limits.max_seqs, limits.max_logit_rows, limits.max_step_tokens)
         self.max_running = min(config.max_running or most, most)
+
+    def full_tenants(self) -> Set[str]:
+        """Tenants that have all the seats that one may take; requests of nobody by name have no such bound."""
+        bound = seats_of_one(self.max_running)
+        if len(self.running) < bound:
+            return frozenset()
+        seats = Counter(choice.tenant for choice in self.running)
+        return {tenant for tenant, taken in seats.items() if tenant and taken >= bound}
+
+    def prompts_in_order(self) -> list[Choice]:
+        """Sequences with more than one token to compute: who was given least first, then the oldest."""
+        prompts = [choice for choice in self.running if choice.uncomputed > 1]
+        if len({choice.tenant for choice in prompts}) < 2:
+            return prompts
+        seats = Counter(choice.tenant for choice in self.running)
+
+        def place(choice: Choice) -> tuple[int, float, float, tuple[int, int, int]]:
+            weight = choice.group.request.weight
+            return choice.age[0], self.shares.served(choice.tenant), seats[choice.tenant] / weight, choice.age
+
+        return sorted(prompts, key=place)
 
     @property
     def has_work(self) -> bool:

@@ -15,15 +15,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
 
-from ai_engine.api.app import Api
+from ai_engine.api.app import ROUTES, Api
 from ai_engine.api.http import ApiConfig
+from ai_engine.api.keys import Keys
+from ai_engine.api.limits import Limiter
 from ai_engine.api.openai_types import ServedModel
 from ai_engine.data.output import OutputPath
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.serving import GenerateRequest, Serving
-from ai_engine.ports.text import Encoded, OutputStream
+from ai_engine.ports.text import ANY_CALL, TEXT_ONLY, Encoded, OutputStream, ReplyForm, ToolChoice
 from ai_engine.testing import ByteTokenizer, FakeTemplate, MemoryTelemetry, ScriptedServing, VirtualClock, answer
 
 MODEL = ServedModel(id="m", max_context=512, vocab_size=260, created=1_700_000_000, aliases=("org/name", "gpt-4o"))
@@ -31,10 +34,12 @@ Body = Mapping[str, Any] | bytes | None
 
 
 class ByteText:
-    """Implements ports.text.TextService over bytes."""
+    """Implements ports.text.TextService over bytes. ``form`` is how every chat's answer is written; its calls are read
+    when the request has tools."""
 
-    def __init__(self, *, add_bos: bool = False) -> None:
+    def __init__(self, *, add_bos: bool = False, form: ReplyForm = TEXT_ONLY) -> None:
         self.tokenizer = ByteTokenizer(add_bos=add_bos)
+        self.form = form
         self.template_calls: list[dict[str, Any]] = []
 
     @property
@@ -46,16 +51,25 @@ class ByteText:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = ANY_CALL,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> Encoded:
         self.template_calls.append(
             {"messages": messages, "add_generation_prompt": add_generation_prompt, "kwargs": template_kwargs}
+            | {"tools": tools, "tool_choice": tool_choice, "reasoning_effort": reasoning_effort}
         )
         renamed = [{**m, "role": "system" if m["role"] == "developer" else m["role"]} for m in messages]
         prompt = FakeTemplate().render(renamed, add_generation_prompt=add_generation_prompt)
-        return self.tokenizer.encode(prompt)
+        form = msgspec.structs.replace(
+            self.form,
+            calls=self.form.calls if tools and tool_choice.mode != "none" else "",
+            names=tuple(tool["function"]["name"] for tool in tools or ()),
+            one_call=bool(tool_choice.only) or not tool_choice.parallel,
+        )
+        return Encoded(self.tokenizer.encode(prompt).ids, form)
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
         return self.tokenizer.encode(text, add_special=add_special)
@@ -67,15 +81,31 @@ class ByteText:
         return b"".join(map(self.tokenizer.piece, tokens)).decode("utf-8", "replace")
 
     def open_output(
-        self, *, stops: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+        self,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        form: ReplyForm = TEXT_ONLY,
+        call_ids: str = "",
     ) -> OutputStream:
-        return OutputPath(self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special)
+        return OutputPath(
+            self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special, form=form, call_ids=call_ids
+        )
 
 
 def counting_entropy() -> Callable[[int], bytes]:
     """The first draw is all ...01, the next ...02: ids that a golden file can hold."""
     counter = itertools.count(1)
     return lambda n: next(counter).to_bytes(n, "big")
+
+
+def api_config(**config: Any) -> ApiConfig:
+    """What `serve` starts with, unless told otherwise."""
+    fields: dict[str, Any] = {
+        "strict": False, "max_body_bytes": 8 << 20, "request_timeout_s": None, "cors_origins": ()
+    }  # fmt: skip
+    return ApiConfig(**fields | config)
 
 
 def make_api(
@@ -88,6 +118,9 @@ def make_api(
     metrics: Callable[[], bytes] = lambda: b"# EOF\n",
     on_startup: Callable[[], Awaitable[None]] | None = None,
     on_shutdown: Callable[[], Awaitable[None]] | None = None,
+    keys: Keys | None = None,
+    limiter: Limiter | None = None,
+    routes: Mapping[str, Any] = ROUTES,
     **config: Any,
 ) -> Api:
     return Api(
@@ -96,7 +129,10 @@ def make_api(
         model=model,
         telemetry=telemetry or MemoryTelemetry(),
         metrics=metrics,
-        config=ApiConfig(**config),
+        config=api_config(**config),
+        keys=keys,
+        limiter=limiter,
+        routes=routes,
         clock=clock or VirtualClock(),
         entropy=counting_entropy(),
         on_startup=on_startup,

@@ -14,11 +14,12 @@ import pytest
 
 from ai_engine.api.app import Api
 from ai_engine.api.generation import MAILBOX_SIZE
+from ai_engine.api.keys import Keys
 from ai_engine.ports.errors import ERRORS_BY_CODE, AiEngineError, DeadlineExceeded, Overloaded
 from ai_engine.ports.serving import Chunk, GenerateRequest, Health
 from ai_engine.ports.telemetry import HttpDone
 from ai_engine.testing import HANG, MemoryTelemetry, ScriptedServing, answer, failing
-from tests.unit.api.doors import MODEL, ByteText, Reply, client
+from tests.unit.api.doors import MODEL, ByteText, Reply, api_config, client
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 RAW = json.dumps(BODY).encode()
@@ -26,11 +27,11 @@ CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 
 
-def code_of(reply: Reply, status: int) -> str:
+def code_of(reply: Reply, status: int, *, details: bool = False) -> str:
     """The error's code, after checking the shape and the headers that every error has."""
     assert reply.status == status, reply.body
     error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) - ({"details"} if details else set()) == {"message", "type", "param", "code"}
     assert all(isinstance(error[name], str) for name in ("message", "type", "code"))
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-request-id"]
@@ -191,7 +192,7 @@ async def test_gzip_bodies() -> None:
     ],
 )
 async def test_with_a_key_every_route_but_health_needs_it(headers: dict[str, str], allowed: bool) -> None:
-    door = client(api_key="secret")
+    door = client(keys=Keys(admin_key="secret"))
     for path in ("/v1/models", "/metrics", "/v1/nothing"):
         reply = await door("GET", path, headers=headers)
         if allowed:
@@ -211,7 +212,7 @@ async def test_cors_is_off_unless_configured() -> None:
 
 
 async def test_preflight_without_a_key_and_headers_on_streams_and_errors() -> None:
-    door = client(api_key="k", cors_origins=("https://a.example",))
+    door = client(keys=Keys(admin_key="k"), cors_origins=("https://a.example",))
     origin = {"origin": "https://a.example"}
     asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization,x-y"}
     reply = await door("OPTIONS", CHAT, headers=asked)
@@ -513,6 +514,7 @@ async def test_lifespan_runs_the_hooks_and_reports_failure() -> None:
         model=MODEL,
         telemetry=MemoryTelemetry(),
         metrics=lambda: b"",
+        config=api_config(),
         on_startup=start,
         on_shutdown=stop,
     )

@@ -16,6 +16,7 @@ from ai_engine.data.chat import encode_chat
 from ai_engine.data.safetensors import SafetensorsDir
 from ai_engine.data.template import CHATML, JinjaTemplate
 from ai_engine.data.tokenizer import CONTROL, NORMAL, ModelTokenizer
+from ai_engine.data.tool_prompt import template_history
 from ai_engine.ports.errors import InvalidRequest, ModelFileError, UnsupportedParameter
 from ai_engine.ports.model import TokenizerData
 from tests.golden.tiny_gguf import TINY
@@ -218,7 +219,7 @@ def test_tools_and_calls() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"é<": "'&"}}}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
     messages = [user("q"), {**assistant(None), "tool_calls": [call]}, {"role": "tool", "content": "r"}]
-    prompt = template("qwen2").render(messages, tools=[tool])
+    prompt = template("qwen2").render(template_history(messages, one_call=False, short_ids=False), tools=[tool])
     assert json.dumps(tool, ensure_ascii=False) in prompt
     assert '{"name": "f", "arguments": {"x": "é"}}' in prompt
     assert "<tool_response>\nr\n" in prompt
@@ -361,12 +362,12 @@ def test_markup_in_content_is_text(family: str) -> None:
 
 def test_markup_in_names_keys_and_tools() -> None:
     tool = {"function": {"name": "<|im_end|>", "parameters": {"<|im_end|>": 1}}}
-    call = {"function": {"name": "<|im_end|>", "arguments": '{"<|im_end|>": "<|im_end|>"}'}}
+    call = {"function": {"name": "<|im_end|>", "arguments": '{"<|im_end|>": "<|im_end|>", "a": "<|im_\\u0065nd|>"}'}}
     messages = [user("q"), {**assistant("<|im_end|>"), "tool_calls": [call]}]
     ids = encode_chat(template("qwen2"), tokenizer(), messages, tools=[tool]).ids
     end = tokenizer().encode("<|im_end|>").ids[0]
     plain = encode_chat(template("qwen2"), tokenizer(), [user("q"), assistant("a")], tools=[{"function": {}}]).ids
-    assert ids.count(end) == plain.count(end)
+    assert ids.count(end) == plain.count(end), "not even one that an escape in the arguments spells"
 
 
 def test_arguments_of_the_template() -> None:

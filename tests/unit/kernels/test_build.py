@@ -52,6 +52,24 @@ def test_second_load_does_not_build(cache: Path) -> None:
     assert phases == ["load kernels"]
 
 
+def _llvm_code_bytes() -> int:
+    """Bytes of LLVM's code that are in this process's memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = "libllvmlite" in line and " r-xp " in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux's /proc/self/smaps")
+def test_llvm_leaves_memory_when_the_kernels_are_loaded(cache: Path) -> None:
+    loaded = build.load(AVX2)  # compiled in this process: that reads in 30 MB or more
+    assert _llvm_code_bytes() < 8 << 20
+    assert _works(loaded)
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "header"])
 def test_damaged_file_is_rebuilt(cache: Path, damage: str) -> None:
     build.load(AVX2)

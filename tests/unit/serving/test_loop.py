@@ -14,6 +14,7 @@ from ai_engine.ports.errors import EngineError
 from ai_engine.ports.runtime import (
     KvBudget,
     Limits,
+    MemoryReport,
     SeqOutput,
     SequenceSpec,
     StepPlan,
@@ -298,6 +299,7 @@ class _Still:
     """A runtime that costs nothing: the loop's own time is what is left."""
 
     limits = DEFAULT_LIMITS
+    memory = MemoryReport(weights=1000, kv=1, activations=1, workspace=1, kv_bytes_per_token=1)
 
     def budget(self) -> KvBudget:
         return KvBudget(16, 10_000, 10_000, 0, 0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ai_engine.ports.serving import Chunk, TokenLogprob, Usage
 from ai_engine.ports.streams import ChunkBuffer, ChunkStream, merge_chunks
-from ai_engine.serving.cost import CostModel, Load
+from ai_engine.serving.cost import CostModel, Load, prior_s
 from ai_engine.serving.queue import FairQueue
 
 
@@ -59,8 +60,11 @@ def test_everyone_leaves_once_in_order_of_priority(items: list[tuple[str, int, i
     assert len(queue) == 0
 
 
+PRIOR_S = prior_s(100 << 20, 24 << 10)
+
+
 def _true_s(load: Load) -> float:
-    return 0.004 + 0.0003 * load.rows + 0.0002 * load.logit_rows + 2e-8 * load.attended
+    return 0.004 + 0.0003 * load.rows + 0.0002 * load.logit_rows + 2e-8 * load.attended + 1e-7 * load.context
 
 
 def _load(rng: random.Random) -> Load:
@@ -73,7 +77,7 @@ def _load(rng: random.Random) -> Load:
 
 
 def test_the_cost_model_learns_the_machine_through_outliers() -> None:
-    rng, model = random.Random(1), CostModel()
+    rng, model = random.Random(1), CostModel(PRIOR_S)
     for _ in range(400):
         load = _load(rng)
         noise = rng.gauss(1, 0.03) * (8 if rng.random() < 0.03 else 1)
@@ -83,7 +87,7 @@ def test_the_cost_model_learns_the_machine_through_outliers() -> None:
 
 
 def test_the_cost_model_follows_drift() -> None:
-    rng, model = random.Random(2), CostModel()
+    rng, model = random.Random(2), CostModel(PRIOR_S)
     for factor in (1.0, 2.5):
         for _ in range(600):
             load = _load(rng)
@@ -93,7 +97,7 @@ def test_the_cost_model_follows_drift() -> None:
 
 
 def test_long_decode_does_not_unlearn_what_prefill_costs() -> None:
-    rng, model = random.Random(3), CostModel()
+    rng, model = random.Random(3), CostModel(PRIOR_S)
     for _ in range(100):
         load = _load(rng)
         model.observe(load, _true_s(load))
@@ -110,14 +114,15 @@ def test_long_decode_does_not_unlearn_what_prefill_costs() -> None:
 @given(st.floats(0, 1), st.integers(0, 100), st.integers(0, 100_000))
 @settings(deadline=None)
 def test_rows_within_is_what_predict_says(seconds: float, rows: int, depth: int) -> None:
-    model = CostModel()
+    model = CostModel(PRIOR_S)
     load = Load()
     load.add(rows, 1, 10)
     fits = model.rows_within(seconds, load, depth)
-    more = Load(load.rows, load.logit_rows, load.attended)
+    more = msgspec.structs.replace(load)
     more.add(fits, 0, depth)
     assert fits == 0 or model.predict_s(more) <= seconds + 1e-9
-    more.add(1, 0, depth + fits)
+    more = msgspec.structs.replace(load)
+    more.add(fits + 1, 0, depth)
     assert model.predict_s(more) > seconds - 1e-6
 
 

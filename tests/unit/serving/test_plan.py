@@ -13,10 +13,13 @@ from ai_engine.ports.runtime import KvBudget, Limits, StepPlan
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import GenerateRequest
 from ai_engine.serving.config import ServingConfig
+from ai_engine.serving.cost import CostModel
 from ai_engine.serving.scheduler import plan
 from ai_engine.serving.state import Choice, Group, State
 
 PAGE = 4
+PRIOR_S = (0.002, 0.064, 0.002, 0.004, 0.001)
+"""Seconds of one unit of each feature of the cost model."""
 
 
 def choice(order: int, known: int, computed: int, *, scores: bool = False, priority: int = 0) -> Choice:
@@ -42,7 +45,7 @@ def state(
         computed = by_id[seq_id].computed
         return -(-(computed + num_tokens) // PAGE) - -(-computed // PAGE)
 
-    made = State(limits, config or ServingConfig(), pages_needed)
+    made = State(limits, config or ServingConfig(), pages_needed, CostModel(PRIOR_S))
     for c in choices:
         made.add_running(c)
     made.closing = list(closing)
@@ -83,7 +86,7 @@ def situations(draw: st.DrawFn) -> tuple[State, KvBudget]:
 def test_every_plan_is_within_its_limits(situation: tuple[State, KvBudget]) -> None:
     s, b = situation
     before = [(c.seq_id, c.computed, len(c.tokens)) for c in s.running]
-    made, load = plan(s, b, 0.0)
+    made, load = plan(s, b)
     by_id = {c.seq_id: c for c in s.running}
     ids = [work.seq_id for work in made.work]
     assert len({*ids, *made.preempt}) == len(ids) + len(made.preempt), "each sequence at most once"
@@ -103,14 +106,14 @@ def test_every_plan_is_within_its_limits(situation: tuple[State, KvBudget]) -> N
             assert oldest in ids or made.preempt or made.release or not others_hold
         assert made.work or made.preempt or made.release or (not others_hold and b.available == 0)
     # pure
-    assert plan(s, b, 0.0)[0] == made
+    assert plan(s, b)[0] == made
     assert before == [(c.seq_id, c.computed, len(c.tokens)) for c in s.running]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=StepPlan) == made, "a plan is a plain value"
 
 
 def test_decodes_come_first_and_prompts_take_the_time_that_is_left() -> None:
     s = state([choice(1, 500, 0), choice(2, 9, 8), choice(3, 9, 8)], limits(max_step_tokens=512))
-    made, load = plan(s, budget(1000), 0.0)
+    made, load = plan(s, budget(1000))
     assert [(w.seq_id, w.num_tokens) for w in made.work[:2]] == [(2, 1), (3, 1)]
     chunk = made.work[2].num_tokens
     assert 16 <= chunk < 500
@@ -118,59 +121,51 @@ def test_decodes_come_first_and_prompts_take_the_time_that_is_left() -> None:
 
 
 def test_alone_a_prompt_gets_a_longer_step() -> None:
-    one = plan(state([choice(1, 500, 0)], limits(max_step_tokens=512)), budget(1000), 0.0)[0]
-    mixed = plan(state([choice(1, 500, 0), choice(2, 9, 8)], limits(512)), budget(1000), 0.0)[0]
+    one = plan(state([choice(1, 500, 0)], limits(max_step_tokens=512)), budget(1000))[0]
+    mixed = plan(state([choice(1, 500, 0), choice(2, 9, 8)], limits(512)), budget(1000))[0]
     assert one.work[0].num_tokens > mixed.work[1].num_tokens
 
 
 def test_a_prompt_advances_though_decodes_alone_are_over_the_target() -> None:
     s = state([choice(1, 100, 0), choice(2, 9, 8)], limits(), config=ServingConfig(step_target_s=1e-6))
-    assert [w.num_tokens for w in plan(s, budget(1000), 0.0)[0].work] == [1, 16]
+    assert [w.num_tokens for w in plan(s, budget(1000))[0].work] == [1, 8]
 
 
 def test_the_youngest_is_preempted_for_the_oldest() -> None:
     s = state([choice(1, 9, 8), choice(2, 9, 8), choice(3, 6, 5)], limits())
-    made, _ = plan(s, budget(0), 0.0)
+    made, _ = plan(s, budget(0))
     assert made.preempt == [3]
     assert [w.seq_id for w in made.work] == [], "1 waits for the pages of 3; 2 must not take them"
 
 
 def test_who_needs_no_page_goes_on_while_others_wait() -> None:
     s = state([choice(1, 9, 8), choice(2, 8, 7), choice(3, 9, 8)], limits())
-    made, _ = plan(s, budget(0), 0.0)
+    made, _ = plan(s, budget(0))
     assert made.preempt == [3]
     assert [w.seq_id for w in made.work] == [2]
 
 
 def test_pages_of_ending_sequences_are_awaited_before_anyone_is_preempted() -> None:
     s = state([choice(1, 9, 8), choice(2, 9, 8)], limits(), closing=[9])
-    made, _ = plan(s, budget(0), 0.0)
+    made, _ = plan(s, budget(0))
     assert made == StepPlan(1, [], [9], [])
 
 
 def test_priority_comes_before_age() -> None:
     s = state([choice(1, 9, 8, priority=1), choice(2, 9, 8)], limits())
-    made, _ = plan(s, budget(0), 0.0)
+    made, _ = plan(s, budget(0))
     assert made.preempt == [1]
 
 
 def test_prompt_logprobs_are_cut_to_the_logits_rows() -> None:
     s = state([choice(1, 100, 0, scores=True), choice(2, 9, 8)], limits(max_logit_rows=8))
-    made, load = plan(s, budget(1000), 0.0)
+    made, load = plan(s, budget(1000))
     assert [w.num_tokens for w in made.work] == [1, 7]
     assert load.logit_rows == 8
-
-
-def test_expired_sequences_get_no_rows() -> None:
-    late = choice(1, 9, 8)
-    late.group.deadline_s = 5.0
-    s = state([late, choice(2, 9, 8)], limits())
-    assert [w.seq_id for w in plan(s, budget(10), 5.0)[0].work] == [2]
-    assert [w.seq_id for w in plan(s, budget(10), 4.0)[0].work] == [1, 2]
 
 
 def test_planning_changes_nothing() -> None:
     s = state([choice(1, 9, 8), choice(2, 50, 0)], limits(), closing=[5])
     twin = copy.copy(s.closing)
-    plan(s, budget(3), 0.0)
+    plan(s, budget(3))
     assert (s.step, s.closing) == (0, twin)

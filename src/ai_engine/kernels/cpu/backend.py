@@ -121,6 +121,7 @@ class StepArrays:
 _T, _S, _R, _STEP, _ROW_SEQ, _PAGE_TABLE, _PAGE_STRIDE, _MASK_STRIDE = (
     HEADER.index[n] for n in ("T", "S", "R", "step", "row_seq", "page_table", "page_stride", "mask_stride")
 )
+_NOT_RECORDED = np.uint64(2**64 - 1)  # -1 as i64
 
 
 def _address(array: npt.NDArray[np.generic]) -> int:
@@ -157,6 +158,8 @@ class CpuKernels:
         self._bound: CpuProgram | None = None
         self._definitions: dict[str, Record] = {}
         self._run_slots = 0
+        self.recording = True
+        """Whether steps leave stamps in the rings; may be changed between steps."""
 
     @property
     def name(self) -> str:
@@ -254,6 +257,8 @@ class CpuKernels:
             arrays.bind(contexts.header)
             self._bound = program
         tokens, rows = arrays.fill(contexts.header, batch)
+        if not self.recording:
+            contexts.header[_STEP] = _NOT_RECORDED
         if tokens and len(program.table):
             program.counters.fill(0)
             self._team.run(self._run_slots, contexts.addresses)

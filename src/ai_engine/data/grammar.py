@@ -1,0 +1,457 @@
+"""Constraints to masks of allowed tokens: ports.grammar over llguidance.
+
+Owns the vocabulary in llguidance's form (loaded with the first constraint), compiling within limits, finding which
+keyword of a schema cannot be enforced, and matchers that end in time. Does not own what is refused before the compiler
+(contracts/json_schema.py), short endings (closing.py), nor threads and deadlines (serving/service.py).
+
+Choices. Every grammar is a Lark grammar of llguidance; a schema is a `%json` block in it. Space in JSON: at most one
+after a comma or a colon, none elsewhere, so a text cannot run into white space. The keys of an object come in the
+schema's order. Forced text is left to the model's own tokens (`no_forcing`): the worker needs no encoder.
+
+A text ends in time: near its token limit a choice under a schema may only go on as its shortest ending does, so it is
+whole wherever its limit can hold a smallest instance. The ending is worked out when the limit comes near, not at every
+token, and is checked with the matcher before it is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import llguidance
+import numpy as np
+
+from ai_engine.contracts.json_schema import Document, Node, children, json_block, lowered, pointer_part, refuse
+from ai_engine.contracts.json_text import decode_json
+from ai_engine.data.closing import Closer, Ending
+from ai_engine.data.tokenizer import TokenPieces
+from ai_engine.ports.errors import EngineError, InvalidJson, InvalidJsonSchema, UnsupportedParameter
+from ai_engine.ports.grammar import U32, Constraint, constraint_key
+
+MAX_TEXT_BYTES: Final = 1 << 19
+"""Of a schema, pattern or grammar."""
+MAX_KEPT: Final = 64
+"""Compiled grammars kept for requests that repeat them."""
+LOCATE_S: Final = 1.0
+"""How long the keyword that cannot be enforced is looked for."""
+WORD_S: Final = 0.5
+"""How long the shortest string of one pattern is looked for; a schema's patterns together get four times that."""
+SPARE_TOKENS: Final = 6
+"""Kept between the shortest ending and the limit: one token may open more than `Ending.jump` foresees."""
+
+LIMITS: Final[dict[str, Any]] = {
+    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2000,
+    "max_lexer_states": 50_000, "max_grammar_size": 500_000, "verbose_errors": False,
+}  # fmt: skip
+"""llguidance's own limits: about 20 ms of work at the start and 15 ms a token, 100 MB of lexer states."""
+
+
+class Vocabulary:
+    """A tokeniser in llguidance's form. ``num_logits``: columns of a mask; tokens past the vocabulary are never
+    allowed."""
+
+    def __init__(self, tokens: TokenPieces, eos_ids: frozenset[int], num_logits: int) -> None:
+        pieces = list(tokens.pieces[:num_logits])
+        special = {*tokens.hidden, *eos_ids, *range(len(pieces), num_logits)} & {*range(num_logits)}
+        pieces += [f"<|unused {token}|>".encode() for token in range(len(pieces), num_logits)]
+        special |= {token for token, piece in enumerate(pieces) if not piece}
+        self.eos_ids = sorted(token for token in eos_ids if 0 <= token < num_logits)
+        if not self.eos_ids:
+            raise UnsupportedParameter("this model has no end-of-sequence token, so a constrained answer has no end")
+        self.special_ids = {pieces[token]: token for token in sorted(special, reverse=True)}
+        self.byte_ids: dict[int, int] = {}
+        for token, piece in enumerate(pieces):
+            if len(piece) == 1 and token not in special:
+                self.byte_ids.setdefault(piece[0], token)
+        self.pieces = pieces
+        self.words = -(-num_logits // 32)
+        self.tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Wrapped(pieces, sorted(special), self.eos_ids[0], self.byte_ids)),
+            n_vocab=num_logits,
+            eos_token=self.eos_ids,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """About what it holds: the pieces twice (here and in llguidance's trie, eight bytes a node)."""
+        return sum(map(len, self.pieces)) * 9 + len(self.pieces) * 64
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Any tokens that spell the text; the longest that fits, from left to right."""
+        try:
+            return list(self.tokenizer.greedy_tokenize(text.decode()))
+        except UnicodeDecodeError:  # the text begins inside a character
+            cut = next((i for i, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
+            return [self.byte_ids[byte] for byte in text[:cut]] + self.tokens_of(text[cut:])
+
+
+class _Wrapped:
+    """What llguidance asks of a tokeniser. Called only for forced text, which `no_forcing` leaves to the model."""
+
+    bos_token_id = None
+
+    def __init__(self, pieces: list[bytes], special: list[int], eos_id: int, byte_ids: dict[int, int]) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = pieces, special, eos_id
+        self._byte_ids = byte_ids
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return [self._byte_ids[byte] for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+class LlGrammars:
+    """Implements ports.grammar.Grammars. ``load`` reads the vocabulary, when it is first needed."""
+
+    def __init__(self, load: Callable[[], TokenPieces], eos_ids: frozenset[int], num_logits: int) -> None:
+        self._load, self._eos_ids, self._num_logits = load, eos_ids, num_logits
+        self._vocabulary: Vocabulary | None = None
+        self._kept: OrderedDict[Any, LlGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vocabulary; 0 until it is loaded."""
+        return 0 if self._vocabulary is None else self._vocabulary.nbytes
+
+    def vocabulary(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._load(), self._eos_ids, self._num_logits)
+            return self._vocabulary
+
+    def compile(self, constraint: Constraint) -> LlGrammar:
+        key = constraint_key(constraint)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        grammar = Compiler(self.vocabulary(), constraint.param).compile(constraint)
+        with self._lock:
+            self._kept[key] = grammar
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+
+class Compiler:
+    """One constraint to a grammar."""
+
+    def __init__(self, vocabulary: Vocabulary, param: str) -> None:
+        self._vocabulary, self._param = vocabulary, param
+        self._words: dict[str, bytes | None] = {}
+        self._words_until = 0.0
+
+    def compile(self, constraint: Constraint) -> LlGrammar:
+        if len(constraint.text) > MAX_TEXT_BYTES:
+            raise InvalidJsonSchema(
+                f"{self._param}: {len(constraint.text)} characters of schema or grammar, expected at most "
+                f"{MAX_TEXT_BYTES}. Fix: send a smaller one.",
+                param=self._param,
+            )
+        schema: Node | None = None
+        if constraint.kind == "json_object":
+            schema = {"type": "object"}
+        elif constraint.kind == "json_schema":
+            schema = lowered(self._decoded(constraint.text), self._param)
+        if schema is not None:
+            body = json_block(schema)
+        elif constraint.kind == "regex":
+            body = f"/{llguidance.regex_to_lark(constraint.text, use_ascii='dw')}/"
+        else:
+            body = f"%lark {{\n{constraint.text}\n}}"
+        start = self._matcher(_after(constraint.after, self._vocabulary, body))
+        problem = _problem(start)
+        if problem and schema is not None:
+            self._locate(schema, problem)
+        if problem:
+            raise InvalidJsonSchema(f"{self._param}: {_first_lines(problem)}", param=self._param)
+        return self._finished(constraint, start, schema)
+
+    def _decoded(self, text: str) -> Any:
+        try:
+            return decode_json(text.encode())
+        except InvalidJson as error:
+            raise InvalidJsonSchema(f"{self._param}: the schema is not JSON: {error}", param=self._param) from error
+
+    def _matcher(self, lark: str) -> llguidance.LLMatcher:
+        limits = llguidance.LLParserLimits(**LIMITS)
+        return llguidance.LLMatcher(self._vocabulary.tokenizer, lark, log_level=0, limits=limits)
+
+    def _finished(self, constraint: Constraint, start: llguidance.LLMatcher, schema: Node | None) -> LlGrammar:
+        vocabulary, closer, shortest = self._vocabulary, None, None
+        if schema is not None:
+            self._words_until = time.monotonic() + 4 * WORD_S
+            sizes: dict[bytes, int] = {}
+
+            def size(text: bytes) -> int:
+                if text not in sizes:
+                    sizes[text] = len(vocabulary.tokens_of(text))
+                return sizes[text]
+
+            try:
+                closer = Closer(schema, self._word, size)
+                shortest = closer.smallest()
+            except (RecursionError, TypeError, ValueError, KeyError, AttributeError):  # a schema it cannot read
+                shortest = None
+        elif not constraint.after and constraint.kind == "regex":
+            shortest = search(vocabulary, start, lambda matcher, text: matcher.is_accepting(), WORD_S)
+        grammar = LlGrammar(vocabulary, start, closer, constraint.after)
+        if shortest is not None:
+            tokens = grammar.prefix(constraint.after) + vocabulary.tokens_of(shortest)
+            if verified(start, tokens):
+                grammar.min_tokens = len(tokens) + 1
+        if not grammar.min_tokens:
+            grammar.closer = None
+        return grammar
+
+    def _word(self, shape: Node) -> bytes | None:
+        """The shortest string of this type, quotes included."""
+        wanted: Node = {k: shape[k] for k in ("pattern", "format", "minLength", "maxLength") if k in shape}
+        key = json.dumps(wanted, sort_keys=True)
+        if key not in self._words:
+            left_s = min(WORD_S, self._words_until - time.monotonic())
+            matcher = self._matcher(_after("", self._vocabulary, json_block({"type": "string", **wanted})))
+            self._words[key] = (
+                None
+                if matcher.is_error() or left_s <= 0
+                else search(self._vocabulary, matcher, lambda m, text: m.is_accepting(), left_s)
+            )
+        return self._words[key]
+
+    # --- which keyword it was
+
+    def _locate(self, schema: Node, problem: str) -> None:
+        """Name the innermost schema that does not compile, and the keyword without which it would."""
+        until = time.monotonic() + LOCATE_S
+        shared: Node = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        nodes = list(Document(schema).reachable(self._param))
+        for pointer, node in sorted(nodes, key=lambda item: -item[0].count("/")):
+            if time.monotonic() > until:
+                return
+            found = self._problem_of({**shared, **node})
+            if not found:
+                continue
+            below = {step.split("/")[1] for step, _ in children(node)}
+            for keyword in sorted(node.keys() - {"$defs", "definitions"}, key=lambda name: name in below):
+                without = {key: value for key, value in node.items() if key != keyword}
+                if not self._problem_of({**shared, **without}):
+                    at = pointer + pointer_part(keyword)
+                    refuse(keyword, at, f"cannot be enforced: {_first_lines(found)}", self._param)
+            keywords = ", ".join(sorted(map(repr, node.keys() - {"$defs", "definitions"})))
+            raise InvalidJsonSchema(
+                f"{self._param}: the schema at {pointer or '/'!r} with {keywords} cannot be enforced: "
+                f"{_first_lines(found)}",
+                param=self._param,
+            )
+
+    def _problem_of(self, schema: Node) -> str:
+        return _problem(self._matcher(_after("", self._vocabulary, json_block(schema))))
+
+
+def _after(after: str, vocabulary: Vocabulary, body: str) -> str:
+    head = '%llguidance {"no_forcing": true}\n'
+    if not after:
+        return f"{head}start: {body}\n"
+    token = vocabulary.special_ids.get(after.encode())
+    if token is not None:
+        begin = f"start: before <[{token}]> gap body\nbefore: /(?s:.*)/\n"
+    else:
+        begin = f"start: before gap body\nbefore[suffix={json.dumps(after)}]: /(?s:.*)/\n"
+    return f"{head}{begin}gap: /[ \\n]{{0,3}}/\nbody: {body}\n"
+
+
+def _problem(matcher: llguidance.LLMatcher) -> str:
+    """Why the grammar cannot be used; warnings too: they say what would be ignored."""
+    if matcher.is_error():
+        return str(matcher.get_error()) or "it does not compile"
+    return "; ".join(matcher.get_grammar_warnings())
+
+
+def _first_lines(problem: str) -> str:
+    return " ".join(problem.split("<state>")[0].split())[:300]
+
+
+def verified(matcher: llguidance.LLMatcher, tokens: Sequence[int]) -> bool:
+    """Whether these tokens end the text."""
+    probe = matcher.deep_copy()
+    return probe.try_consume_tokens(list(tokens)) == len(tokens) and bool(probe.is_accepting())
+
+
+class LlGrammar:
+    """Implements ports.grammar.Grammar. ``closer`` None: its texts may end at the token limit, unfinished."""
+
+    def __init__(self, vocabulary: Vocabulary, start: llguidance.LLMatcher, closer: Closer | None, after: str) -> None:
+        self.vocabulary, self.closer, self.after = vocabulary, closer, after.encode()
+        self.min_tokens = 0
+        self._start = start
+        self.lock = threading.Lock()  # of the closer's tables, which grow as they are used
+
+    def open(self) -> LlMatcher:
+        return LlMatcher(self, self._start.deep_copy())
+
+    def prefix(self, text: str) -> list[int]:
+        """Tokens of (the rest of) the text after which the constraint begins."""
+        special = self.vocabulary.special_ids.get(text.encode())
+        return [special] if special is not None else self.vocabulary.tokens_of(text.encode())
+
+
+class LlMatcher:
+    """Implements ports.grammar.Matcher."""
+
+    __slots__ = ("_ended", "_grammar", "_look_at", "_matcher", "_plan", "_tokens")
+
+    def __init__(self, grammar: LlGrammar, matcher: llguidance.LLMatcher) -> None:
+        self._grammar, self._matcher = grammar, matcher
+        self._tokens: list[int] = []
+        self._ended = False  # by an end-of-sequence token, which is no part of the text
+        self._look_at = 1 << 62  # tokens left at which the shortest ending is worked out again
+        self._plan: tuple[int, list[int]] | None = None  # an ending: tokens taken before it, its tokens
+
+    def fill(self, row: U32, tokens_left: int) -> None:
+        token = self._forced(tokens_left)
+        if token is not None:
+            row[:] = 0
+            row[token >> 5] = 1 << (token & 31)
+            return
+        assert row.flags.c_contiguous, row.flags
+        assert len(row) == self._grammar.vocabulary.words, (len(row), self._grammar.vocabulary.words)
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise EngineError(f"the grammar cannot go on: {_first_lines(self._matcher.get_error())}")
+
+    def accept(self, token: int) -> bool:
+        if self._ended:
+            return False
+        if token in self._grammar.vocabulary.eos_ids:
+            self._ended = bool(self._matcher.is_accepting())
+            return self._ended
+        if self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._tokens.append(token)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and self._ended:
+            self._ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+            del self._tokens[-num_tokens:]
+            self._look_at, self._plan = 1 << 62, None
+
+    # --- ending in time
+
+    def _forced(self, tokens_left: int) -> int | None:
+        """The only token that may come, if the limit is that near."""
+        if self._grammar.closer is None or tokens_left > self._look_at or self._matcher.is_stopped():
+            return None
+        found = self._ending(self._grammar.closer)
+        plan = self._rest_of_plan()
+        if found is None or (plan is not None and len(plan) < len(found[0])):
+            if plan is None:
+                self._look_at = tokens_left - 4
+                return None
+            found = plan, found[1] if found is not None else 0
+        tokens, jump = found
+        slack = tokens_left - 1 - len(tokens) - jump - SPARE_TOKENS
+        if slack > 0:
+            self._look_at = tokens_left - max(1, slack // (jump + 1))
+            self._plan = None
+            return None
+        self._look_at = tokens_left
+        self._plan = len(self._tokens), tokens
+        return tokens[0] if tokens else self._grammar.vocabulary.eos_ids[0]
+
+    def _rest_of_plan(self) -> list[int] | None:
+        """What is left of the ending chosen before, if the text has followed it."""
+        if self._plan is None:
+            return None
+        begun, tokens = self._plan
+        taken = self._tokens[begun:]
+        return tokens[len(taken) :] if tokens[: len(taken)] == taken else None
+
+    def _ending(self, closer: Closer) -> tuple[list[int], int] | None:
+        """(tokens, jump) of a short ending that the matcher takes."""
+        vocabulary = self._grammar.vocabulary
+        text = b"".join([vocabulary.pieces[token] for token in self._tokens])
+        prefix: list[int] = []
+        if self._grammar.after:
+            at = text.find(self._grammar.after)
+            if at < 0:
+                after = self._grammar.after
+                begun = next(n for n in range(len(after) - 1, -1, -1) if text.endswith(after[:n]))
+                prefix = self._grammar.prefix(after[begun:].decode("utf-8", "ignore"))
+            text = b"" if at < 0 else text[at + len(self._grammar.after) :].lstrip()
+        with self._grammar.lock:
+            endings = closer.endings(text)
+        for ending in endings or ():
+            for tokens in self._spelt(ending):
+                if verified(self._matcher, prefix + tokens):
+                    return prefix + tokens, ending.jump
+        return None
+
+    def _spelt(self, ending: Ending) -> Iterator[list[int]]:
+        tokens_of = self._grammar.vocabulary.tokens_of
+        if not ending.search:
+            yield tokens_of(ending.text)
+            return
+        found = search(self._grammar.vocabulary, self._matcher, _string_ends, WORD_S / 10)
+        if found is not None:
+            yield tokens_of(found + ending.text)
+
+
+def _string_ends(matcher: llguidance.LLMatcher, text: bytes) -> bool:
+    """The first quote that is not escaped ends the string that has begun."""
+    return text[-1:] == b'"' and (len(text) - 1 - len(text[:-1].rstrip(b"\\"))) % 2 == 0
+
+
+def search(
+    vocabulary: Vocabulary,
+    start: llguidance.LLMatcher,
+    ends: Callable[[llguidance.LLMatcher, bytes], bool],
+    limit_s: float,
+) -> bytes | None:
+    """A short text from here to where ``ends``, byte by byte: breadth first over texts that differ in what they allow
+    next, a few bytes of each kind tried from each. None when none is found in time."""
+    until = time.monotonic() + limit_s
+    row = np.zeros(vocabulary.words, np.uint32)
+    beam = [(start.deep_copy(), b"")]
+    for _ in range(512):
+        seen: set[bytes] = set()
+        for matcher, text in beam:
+            if ends(matcher, text):
+                return text
+        following = []
+        for matcher, text in beam:
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            state = row.tobytes()
+            if matcher.is_error() or state in seen or time.monotonic() > until:
+                continue
+            seen.add(state)
+            for byte in _samples(vocabulary, row):
+                probe = matcher.deep_copy()
+                if probe.try_consume_tokens([vocabulary.byte_ids[byte]]) == 1:
+                    following.append((probe, text + bytes([byte])))
+        beam = following[:64]
+        if not beam:
+            return None
+    return None
+
+
+_KINDS: Final = (b'"}]', b"0123456789", b"abcdefghijklmnopqrstuvwxyz", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+def _samples(vocabulary: Vocabulary, row: U32) -> list[int]:
+    """Some of the allowed bytes: all of a small kind, the ends of a large one, and some of the rest."""
+    allowed = [byte for byte, token in vocabulary.byte_ids.items() if row[token >> 5] >> (token & 31) & 1]
+    picked: list[int] = []
+    for kind in _KINDS:
+        some = sorted(byte for byte in allowed if byte in kind)
+        picked += some if len(some) <= 4 else [some[0], some[1], some[-1]]
+    others = sorted(byte for byte in allowed if not any(byte in kind for kind in _KINDS))
+    return picked + list(itertools.islice(others, 6))

@@ -1,0 +1,139 @@
+"""What makes an answer a call: the grammar of a format's calls over the functions' schemas, as a Constraint.
+
+Owns the grammar's text, in llguidance's dialect of Lark with JSON Schemas inside. Does not own compiling (grammar.py)
+nor what of JSON Schema can be enforced (contracts.json_schema, which refuses the rest).
+
+- required: one call or more (at most MAX_CALLS), and no text. A named function: exactly one call of it.
+- auto, with a function that is ``strict``: text and calls in any order, but every call is of a function offered and
+  follows its schema. Without such a function nothing is enforced.
+- ``strict: false``, said outright, leaves a function's arguments any object.
+A reasoning part may come first, if the model writes one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from ai_engine.contracts.json_schema import lowered
+from ai_engine.data.tool_prompt import NO_PARAMETERS, around
+from ai_engine.data.tools import CallFormat
+from ai_engine.ports.grammar import Constraint
+from ai_engine.ports.text import ToolChoice
+
+MAX_CALLS: Final = 16
+"""Of one answer that must be calls: a weak model would go on for ever."""
+_ANY: Final = r"/(.|\n)*/"
+
+
+def constraint_of(
+    form: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    *,
+    token_of: Callable[[str], int | None],
+    tags: tuple[str, str] | None,
+    inside: bool,
+) -> Constraint | None:
+    """None when nothing is to be enforced. ``token_of`` is the control token with a text, if there is one; ``tags``
+    the reasoning part that may come, ``inside`` if it has begun. Raises InvalidJsonSchema naming the function."""
+    must = choice.mode == "required"
+    offered = [
+        (index, tool["function"])
+        for index, tool in enumerate(tools)
+        if choice.only in ("", tool["function"].get("name", ""))
+    ]
+    if not must and not any(function.get("strict") for _, function in offered):
+        return None
+    rules = _Rules(form, token_of)
+    for index, function in offered:
+        rules.add_function(function.get("name", ""), _schema(function, index, must))
+    calls = rules.calls(1 if choice.only or not choice.parallel else MAX_CALLS) if must else rules.text_and_calls()
+    start = "start: thought? answer" if tags and not inside else "start: answer"
+    thought = rules.thought(tags) if tags and not inside else []
+    text = "\n".join([start, *thought, *calls, *rules.lines]) + "\n"
+    return Constraint(kind="lark", text=text, after=tags[1] if tags and inside else "", param="tools")
+
+
+def _schema(function: Mapping[str, Any], index: int, must: bool) -> dict[str, Any]:
+    strict = function.get("strict")
+    if strict is False or (not must and not strict):
+        return {"type": "object"}
+    schema = function.get("parameters") or NO_PARAMETERS
+    if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
+        schema = {"type": "object", **schema}
+    return lowered(schema, f"tools[{index}].function.parameters")
+
+
+class _Rules:
+    def __init__(self, form: CallFormat, token_of: Callable[[str], int | None]) -> None:
+        self._form = form
+        self._token_of = token_of
+        self._names: list[str] = []
+        self.lines: list[str] = []
+
+    def add_function(self, name: str, schema: Mapping[str, Any]) -> None:
+        index = len(self._names)
+        before, after = around(self._form, name)
+        parts = [self._quoted(before), f"args_{index}", *([json.dumps(after)] if after else [])]
+        self._names.append(f"call_{index}")
+        self.lines += [f"call_{index}: {' '.join(parts)}", f"args_{index}: %json {json.dumps(schema)}"]
+
+    def calls(self, at_most: int) -> list[str]:
+        """Nothing but calls."""
+        form = self._form
+        call = "one" if form.bare or form.listed else self._marked()
+        between = f"{json.dumps(form.between)} " if form.between else ""
+        calls = f"call ({between}call){{0,{at_most - 1}}}" if at_most > 1 else "call"
+        if form.listed:
+            calls = f'{self._literal(form.begin)} " [" {calls} "]"'
+        return [f"answer: {calls}", f"call: {call}", self._one()]
+
+    def text_and_calls(self) -> list[str]:
+        """Text, in which calls follow marks. The text cannot hold a mark, nor begin like a call without one."""
+        form, mark = self._form, _regex(self._form.begin)
+        no_mark = f"~/(.|\\n)*{mark}(.|\\n)*/"
+        if form.bare:
+            answer, _, one = self.calls(MAX_CALLS)
+            return [f"{answer} | TEXT", "call: one", one, rf"TEXT: /\s*([^\s\[{{](.|\n)*)?/ & {no_mark}"]
+        call = "one" if not form.listed else f'" [" one (", " one){{0,{MAX_CALLS - 1}}} "]"'
+        end = f" {self._literal(form.end)}" if form.end else ""
+        rules = ["answer: lead* TEXT", f"TEXT: {_ANY} & {no_mark}", self._one()]
+        if self._token_of(form.begin) is None:
+            return [*rules, f"lead: until {call}{end}", f"until[lazy]: /(.|\\n)*{mark}/"]
+        return [*rules, f"lead: TEXT {self._literal(form.begin)} {call}{end}"]
+
+    def thought(self, tags: tuple[str, str]) -> list[str]:
+        begin, end = (self._literal(tag) for tag in tags)
+        if self._token_of(tags[1]) is not None:
+            return [f"thought: {begin} THINKING {end} SPACE", f"THINKING: {_ANY}", "SPACE: /[ \\n]{0,2}/"]
+        return [
+            f"thought: {begin} thinking SPACE",
+            f"thinking[lazy]: /(.|\\n)*{_regex(tags[1])}/",
+            "SPACE: /[ \\n]{0,2}/",
+        ]
+
+    def _one(self) -> str:
+        return f"one: {' | '.join(self._names)}"
+
+    def _marked(self) -> str:
+        form = self._form
+        return " ".join(filter(None, (self._literal(form.begin), "one", form.end and self._literal(form.end))))
+
+    def _quoted(self, text: str) -> str:
+        """Text in which the format's own marks are tokens where the vocabulary has them."""
+        mark = self._form.named
+        if not mark or self._token_of(mark) is None:
+            return json.dumps(text)
+        before, _, after = text.partition(mark)
+        return " ".join([json.dumps(before), self._literal(mark), *([json.dumps(after)] if after else [])])
+
+    def _literal(self, text: str) -> str:
+        token = self._token_of(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _regex(text: str) -> str:
+    """``text`` for a pattern between slashes."""
+    return "".join(char if char.isalnum() or char in "_<> " else "\\" + char for char in text)
