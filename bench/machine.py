@@ -37,6 +37,16 @@ def save(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def stolen_s() -> float:
+    """Seconds that the hypervisor gave to others while a core of ours wanted to run, all cores, since boot; 0 where the
+    system does not say."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
+
+
 def pss_bytes(pids: list[int]) -> int:
     """Proportional set size of the processes together."""
     total = 0

@@ -12,10 +12,11 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from ai_engine.api import openapi, rest, traces
+from ai_engine.api import console, messages, openapi, rest, texts, traces
 from ai_engine.api.http import ApiConfig, ClientDisconnected, Exchange, Header, Receive, Scope, Send
 from ai_engine.api.keys import ANYBODY, Key, Keys
 from ai_engine.api.limits import Limiter
+from ai_engine.api.message_events import message_error
 from ai_engine.api.openai_types import ServedModel
 from ai_engine.api.replies import encode, error_reply
 from ai_engine.ports.clock import Clock, SystemClock
@@ -32,7 +33,7 @@ from ai_engine.ports.errors import (
 from ai_engine.ports.serving import Serving
 from ai_engine.ports.telemetry import HttpDone, RequestRefused, RequestTraced, Telemetry
 from ai_engine.ports.text import TextService
-from ai_engine.ports.trace import TraceReader
+from ai_engine.ports.trace import PagesReader, TraceReader
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +49,25 @@ ROUTES: dict[str, Mapping[str, Handler]] = {
     "/readyz": {"GET": rest.readyz},
     "/health": {"GET": rest.readyz},
     "/metrics": {"GET": rest.metrics},
+    "/messages": {"POST": messages.messages},
+    "/messages/count_tokens": {"POST": messages.count_tokens},
+    "/tokenize": {"POST": texts.tokenize},
+    "/detokenize": {"POST": texts.detokenize},
+    "/apply-template": {"POST": texts.apply_template},
     "/openapi.json": {"GET": openapi.openapi},
     "/traces": {"GET": traces.recent},
     "/traces/{id}": {"GET": traces.one},
+    "/console": {"GET": console.page},
+    "/console/{id}": {"GET": console.asset},
+    "/console/kv": {"GET": console.kv},
 }
-OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
-"""Routes that never need a key. Every other one does, once there are keys."""
-ADMIN_ROUTES = frozenset({"/metrics"})
+OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health", "/console", "/console/{id}"})
+"""Routes that never need a key: health, and the console's files. Every other one does, once there are keys."""
+ADMIN_ROUTES = frozenset({"/metrics", "/console/kv"})
 """Routes that need an admin's key: they tell of everybody."""
-METRICS_ROUTES = {route: ROUTES[route] for route in (*sorted(OPEN_ROUTES), "/metrics")}
+ERROR_SHAPES = dict.fromkeys(("/messages", "/messages/count_tokens"), message_error)
+"""Routes whose clients know another shape of error than OpenAI's."""
+METRICS_ROUTES = {route: ROUTES[route] for route in ("/livez", "/readyz", "/health", "/metrics")}
 """All that a listener for scrapers (``--metrics-addr``) answers; it asks for no key."""
 EXPOSED_HEADERS = (
     b"x-request-id, x-ai-trace-id, retry-after, x-should-retry, x-ratelimit-limit-requests, "
@@ -83,6 +94,7 @@ class Api:
         limiter: Limiter | None = None,
         routes: Mapping[str, Mapping[str, Handler]] = ROUTES,
         traces: TraceReader | None = None,
+        pages: PagesReader | None = None,
         clock: Clock | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
         on_startup: Callable[[], Awaitable[None]] | None = None,
@@ -97,6 +109,8 @@ class Api:
         self._door = rest.Door(serving, text, model, self._clock, metrics, entropy)
         if traces is not None:
             self._door.traces = traces
+        if pages is not None:
+            self._door.pages = pages
         self._on_startup = on_startup
         self._on_shutdown = on_shutdown
 
@@ -125,10 +139,12 @@ class Api:
         except ClientDisconnected:
             exchange.status = _GONE
         except AiEngineError as error:
-            await self._error(exchange, error)
+            await self._error(exchange, route, error)
         except Exception:  # the last line of defence: a response in shape, and the cause in the log
             logger.exception("%s %s failed, trace %s", exchange.method, route, exchange.trace_id)
-            await self._error(exchange, AiEngineError("internal error; the server's log has it under this trace id"))
+            await self._error(
+                exchange, route, AiEngineError("internal error; the server's log has it under this trace id")
+            )
         finally:
             if exchange.quota is not None:
                 exchange.quota.leave()
@@ -200,7 +216,7 @@ class Api:
                 f"Pages of {origin[:200]!r} may not use this server. Fix: start it with --cors-origin {origin[:200]}."
             )
 
-    async def _error(self, exchange: Exchange, error: AiEngineError) -> None:
+    async def _error(self, exchange: Exchange, route: str, error: AiEngineError) -> None:
         """The error as a response, unless one has been started already (a handler's own bug, which is logged)."""
         if exchange.started:
             return
@@ -214,7 +230,7 @@ class Api:
             headers.append((b"x-should-retry", b"false"))
         if isinstance(error, ShuttingDown | RequestTimeout) and (b"connection", b"close") not in exchange.common:
             headers.append((b"connection", b"close"))
-        await exchange.reply(error.http_status, encode(error_reply(error)), headers=headers)
+        await exchange.reply(error.http_status, encode(ERROR_SHAPES.get(route, error_reply)(error)), headers=headers)
 
     # --- CORS: off unless origins are configured; then only those, never a reflection of any ---
 

@@ -17,6 +17,7 @@ from ai_engine.api.openai_types import ServedModel, chat_fields, completion_fiel
 from ai_engine.api.replies import encode
 from ai_engine.api.rest import Door
 from ai_engine.api.shapes import SHAPES, TEXT, ref
+from ai_engine.api.texts import TEXT_SHAPES, detokenize_fields, template_fields, tokenize_fields
 from ai_engine.contracts.fields import Check, Schema, schema_of
 
 OPENAPI_VERSION: Final = "3.1.0"
@@ -25,13 +26,14 @@ API_VERSION: Final = "1"
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one route. ``body`` names the request's schema, ``reply`` the answer's ("" is plain text), and
+    """One method of one route. ``body`` names the request's schema, ``reply`` the answer's ("": not JSON but ``media``), and
     ``event`` the schema of a stream's events, if it streams; ``error`` the shape of its failures."""
 
     method: str
     summary: str
     body: str = ""
     reply: str = ""
+    media: str = "text/plain"
     event: str = ""
     error: str = "Error"
     is_open: bool = False
@@ -68,6 +70,11 @@ OPERATIONS: Final[dict[str, Operation]] = {
         reply="MessageTokens",
         error="MessagesError",
     ),
+    "/tokenize": Operation(method="post", summary="Text or messages to ids", body="TokenizeRequest", reply="Tokens"),
+    "/detokenize": Operation(method="post", summary="Ids to text", body="DetokenizeRequest", reply="Detokenized"),
+    "/apply-template": Operation(
+        method="post", summary="A conversation as the model sees it", body="TemplateRequest", reply="Template"
+    ),
     "/models": Operation(method="get", summary="The models served here", reply="ModelList"),
     "/models/{id}": Operation(method="get", summary="One model; its id may hold slashes", reply="Model"),
     "/openapi.json": Operation(method="get", summary="This document", reply="Document", prefix=""),
@@ -77,6 +84,9 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "/readyz": Operation(method="get", summary="Work would be accepted now", reply="Ready", is_open=True, prefix=""),
     "/health": Operation(method="get", summary="As /readyz", reply="Ready", is_open=True, prefix=""),
     "/metrics": Operation(method="get", summary="Prometheus exposition text", prefix=""),
+    "/console": Operation(method="get", summary="The console's page", media="text/html", is_open=True, prefix=""),
+    "/console/{id}": Operation(method="get", summary="The console's files", media="*/*", is_open=True, prefix=""),
+    "/console/kv": Operation(method="get", summary="The state of every KV page", reply="Pages", prefix=""),
     "/traces": Operation(method="get", summary="Where recent requests spent their time", reply="Document", prefix=""),
     "/traces/{id}": Operation(
         method="get", summary="A request down to the single op (?step=N or step=all)", reply="Document", prefix=""
@@ -88,6 +98,9 @@ BODIES: Final[dict[str, Callable[[int], Check]]] = {
     "ChatRequest": chat_fields,
     "CompletionRequest": completion_fields,
     "MessageRequest": message_fields,
+    "TokenizeRequest": tokenize_fields,
+    "DetokenizeRequest": detokenize_fields,
+    "TemplateRequest": template_fields,
 }
 """What parses each request body, given the vocabulary's size: the schemas come from these very checks."""
 
@@ -106,7 +119,7 @@ def document(model: ServedModel) -> Schema:
         "servers": [{"url": "/"}],
         "paths": {op.prefix + route: {op.method: _operation(route, op)} for route, op in OPERATIONS.items()},
         "components": {
-            "schemas": {**bodies, **SHAPES, **MESSAGE_SHAPES, "Document": {"type": "object"}},
+            "schemas": {**bodies, **SHAPES, **MESSAGE_SHAPES, **TEXT_SHAPES, "Document": {"type": "object"}},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -121,7 +134,7 @@ def _operation(route: str, op: Operation) -> Schema:
     if op.reply:
         content["application/json"] = {"schema": ref(op.reply)}
     else:
-        content["text/plain"] = {"schema": TEXT}
+        content[op.media] = {"schema": TEXT}
     if op.event:
         content["text/event-stream"] = {"schema": TEXT | {"description": f"Events; the data of each is a {op.event}."}}
     operation: Schema = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ai_engine.api.console import NoPages
 from ai_engine.api.generation import Generation, Piece, Prompt
 from ai_engine.api.http import Exchange
 from ai_engine.api.keys import Key
@@ -33,7 +34,7 @@ from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
 from ai_engine.ports.text import Encoded, TextService
-from ai_engine.ports.trace import TraceReader
+from ai_engine.ports.trace import PagesReader, TraceReader
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,6 +50,7 @@ class Door:
     metrics: Callable[[], bytes]
     entropy: Callable[[int], bytes]
     traces: TraceReader = field(default_factory=NoTraces)
+    pages: PagesReader = field(default_factory=NoPages)
     draining: bool = False
     chat: Record = field(init=False)
     completion: Record = field(init=False)
@@ -160,7 +162,7 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
     for index, source in enumerate(sources):
         exchange.parts.enter("encode_wait")
         if ask.messages is not None:
-            encoded = await door.text.encode_chat(ask.messages, **ask.template)
+            encoded = await encode_messages(door, ask)
         elif isinstance(source, str):
             encoded = await door.text.encode_prompt(source, add_special=ask.add_special_tokens)
         else:
@@ -184,6 +186,12 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
         text = "" if not needs_text else source if isinstance(source, str) else door.text.decode(ids)
         prompts.append(Prompt(request, text))
     return prompts
+
+
+async def encode_messages(door: Door, ask: Ask) -> Encoded:
+    """The prompt of a conversation."""
+    assert ask.messages is not None
+    return await door.text.encode_chat(ask.messages, **ask.template)
 
 
 def _cache_scope(key: Key, ask: Ask) -> str:

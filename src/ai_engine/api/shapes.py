@@ -176,6 +176,7 @@ SHAPES: Final[dict[str, Schema]] = {
     ),
     "Model": _MODEL,
     "ModelList": obj({"object": const("list"), "data": arr(ref("Model"))}),
+    "Pages": obj({"page_tokens": COUNT, "states": TEXT}),
     "Live": obj({"status": const("live")}),
     "Ready": obj(
         {"status": const("ready"), "queued_requests": COUNT, "queued_tokens": COUNT, "running_requests": COUNT}
