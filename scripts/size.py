@@ -20,6 +20,7 @@ MIRROR = {
     "observe": 1500,
     "api": 1800,
     "testing": 500,
+    "bench": 2000,
 }
 HOT = (
     "serving/scheduler.py",

@@ -25,6 +25,7 @@ import msgspec
 
 from ai_engine.config import EngineConfig, ServeConfig
 from ai_engine.ports.errors import NotReady
+from ai_engine.ports.grammar import Grammars
 from ai_engine.ports.progress import Progress, no_progress
 from ai_engine.ports.runtime import Limits, MemoryReport, Runtime
 from ai_engine.ports.serving import Chunk, GenerateRequest, Health, Serving
@@ -122,8 +123,26 @@ def engine_options(config: EngineConfig, eos_ids: frozenset[int] = frozenset()) 
     )
 
 
+def build_grammars(path: Path, limits: Limits, eos_ids: frozenset[int]) -> Grammars:
+    """What compiles constraints; reads the model's vocabulary when the first one comes."""
+    from ai_engine.data.grammar import LlGrammars
+    from ai_engine.data.models import open_model
+    from ai_engine.data.tokenizer import TokenPieces, token_pieces
+
+    def load() -> TokenPieces:
+        with contextlib.closing(open_model(path)) as file:
+            return token_pieces(file.tokenizer())
+
+    return LlGrammars(load, eos_ids, limits.vocab_size)
+
+
 def build_service(
-    runtime: Runtime, engine: EngineConfig, serve: ServeConfig, telemetry: Telemetry, eos_ids: frozenset[int]
+    runtime: Runtime,
+    engine: EngineConfig,
+    serve: ServeConfig,
+    telemetry: Telemetry,
+    eos_ids: frozenset[int],
+    grammars: Grammars | None = None,
 ) -> Service:
     from ai_engine.serving.config import ServingConfig
     from ai_engine.serving.service import Service
@@ -134,7 +153,7 @@ def build_service(
         step_target_s=serve.step_target_ms / 1000.0,
         speculation=engine.speculation,
     )
-    return Service(runtime, telemetry=telemetry, config=config, eos_ids=eos_ids)
+    return Service(runtime, telemetry=telemetry, config=config, eos_ids=eos_ids, grammars=grammars)
 
 
 def trace_source(runtime: Runtime) -> TraceSource | None:
@@ -258,7 +277,8 @@ async def open_local_path(
         except BaseException:
             text.close()
             raise
-    service = build_service(runtime, engine, serve, recorded(runtime, telemetry), text.eos_ids)
+    grammars = build_grammars(path, runtime.limits, text.eos_ids)
+    service = build_service(runtime, engine, serve, recorded(runtime, telemetry), text.eos_ids, grammars)
     await service.start()
     return Local(service, runtime, text, data.defaults)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from ai_engine.bench.options import add_bench, run_bench
 from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
 from ai_engine.observe.command import add_trace, run_trace
 from ai_engine.ports.errors import AiEngineError, ContextLengthExceeded
@@ -34,6 +35,7 @@ EPILOG = """examples:
   ai-engine inspect smollm2                        architecture, tensors, memory it will need
   ai-engine graph smollm2 --passes                 the graph after each compiler pass, and the program
   ai-engine trace show 4bf92f3577b34da6a3ce929d0e0e4736   where a request's time went, down to the single op
+  ai-engine bench machine                          what this machine can do; kernels, model, serve, compare
 
 Errors say what to change. Ctrl-C stops cleanly. Docs: README.md, docs/trace.md.
 """
@@ -136,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_config(graph, EngineConfig, "engine")
 
+    add_bench(command("bench", run_bench, "measure the machine, kernels, a model, a server, or beside llama.cpp"))
     add_trace(command("trace", run_trace, "show where the time of a request went, down to the single op"))
     return parser
 

@@ -30,10 +30,11 @@ from ai_engine.api.http import ApiConfig, Receive, Scope, Send
 from ai_engine.api.keys import Keys
 from ai_engine.api.limits import Limiter
 from ai_engine.api.openai_types import ServedModel
-from ai_engine.api.protocol import BoundedHttp
+from ai_engine.api.protocol import bounded_http, connection_limit
 from ai_engine.config import EngineConfig, ServeConfig, host_and_port
 from ai_engine.data.service import ModelText
 from ai_engine.observe.metrics import Metrics
+from ai_engine.observe.pages import PageReader
 from ai_engine.observe.otlp import Exporter
 from ai_engine.observe.recorder import Fanout
 from ai_engine.observe.steps import StepStore
@@ -44,6 +45,7 @@ from ai_engine.ports.progress import Progress
 from ai_engine.ports.runtime import Limits, MemoryReport
 from ai_engine.ports.telemetry import KeysRead
 from ai_engine.ports.text import TextService
+from ai_engine.ports.trace import TraceSource
 from ai_engine.version import __version__
 from ai_engine.wire import ServingClient
 from ai_engine.worker import Job, Report
@@ -142,6 +144,7 @@ class Gateway:
         self.metrics = Metrics(__version__)
         self.steps = StepStore(config.trace_memory, app.cost_of)
         self.traces = Traces(self.steps)
+        self.pages = PageReader()
         self.telemetry = Fanout(self.metrics, self.traces)
         self.exporter: Exporter | None = None
         if config.otlp_endpoint:
@@ -164,6 +167,11 @@ class Gateway:
         self.gate = Gate(self._api(cast(TextService, NoText()), loading))
         self.metrics_gate = Gate(self._api(cast(TextService, NoText()), loading, only_metrics=True))
 
+    def _attach(self, source: TraceSource | None) -> None:
+        """An engine that has come: where its stamps and its pages can be read."""
+        self.steps.attach(source)
+        self.pages.attach(source.pages if source else None)
+
     def _on_keys(self, num_keys: int, good: bool) -> None:
         self.metrics.emit(KeysRead(num_keys, good))
 
@@ -181,6 +189,7 @@ class Gateway:
             telemetry=self.telemetry,
             metrics=self.metrics.render,
             traces=self.traces,
+            pages=self.pages,
             config=config,
             keys=None if only_metrics else self.keys,
             limiter=self.limiter,
@@ -280,7 +289,7 @@ class Gateway:
 
     async def _in_process(self, listener: socket.socket) -> None:
         local = await app.open_local_path(self.path, self.engine, self.config, self.progress, self.telemetry)
-        self.steps.attach(app.trace_source(local.runtime))
+        self._attach(app.trace_source(local.runtime))
         self.relay.target = local.serving
         self.open_door(local.text, local.limits, local.defaults)
         self._announce(listener, local.limits, local.runtime.memory, chats=answers_chats(local.text))
@@ -316,7 +325,7 @@ class Gateway:
                     if lives == 0:
                         app.give_back()
                     report = await worker.report()
-                    self.steps.attach(report.trace)  # before the first of its events
+                    self._attach(report.trace)  # before the first of its events
                     client = await ServingClient.connect(job.socket, telemetry=self.telemetry)
                     try:
                         await self._one_life(client, report, listener, text, defaults, first=lives == 0)
@@ -385,7 +394,7 @@ def http_server(gate: Gate) -> Server:
     return Server(
         uvicorn.Config(
             gate,
-            http=BoundedHttp,
+            http=bounded_http(connection_limit()),
             log_level="critical",  # malformed HTTP is a client's doing: it is answered, not logged
             access_log=False,
             lifespan="off",

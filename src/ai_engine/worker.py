@@ -78,7 +78,9 @@ async def run(job: Job, out: BinaryIO, serving: threading.Event) -> None:
         runtime = await asyncio.to_thread(app.build_runtime, file, job.engine, ProgressBar(), telemetry, job.eos_ids)
     del file  # its token lists
     app.give_back()
-    service = app.build_service(runtime, job.engine, job.serve, app.recorded(runtime, telemetry), job.eos_ids)
+    grammars = app.build_grammars(Path(job.path), runtime.limits, job.eos_ids)
+    events = app.recorded(runtime, telemetry)
+    service = app.build_service(runtime, job.engine, job.serve, events, job.eos_ids, grammars)
     await service.start()
     try:
         report = Report(limits=runtime.limits, memory=runtime.memory, trace=app.trace_source(runtime))

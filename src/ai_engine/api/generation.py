@@ -12,18 +12,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
 from ai_engine.api.openai_types import Ask
 from ai_engine.ports.errors import AiEngineError, EngineError, error_from_code
 from ai_engine.ports.serving import Chunk, GenerateRequest, Serving, TokenLogprob, Usage
-from ai_engine.ports.text import OutputStream, TextDelta, TextService, TokenEntry, ToolDelta
+from ai_engine.ports.text import TEXT_ONLY, OutputStream, ReplyForm, TextDelta, TextService, TokenEntry, ToolDelta
 from ai_engine.ports.trace import Parts
 
 SETTLE_S = 1.0
 """How long a stopped choice may take to report its usage; it needs one step."""
+ID_CHARS = 24
+"""The end of a request's id, which tells it from every other."""
 MAILBOX_SIZE = 64
 """Chunks that wait in the gateway for a slow client before they wait, merged, in serving's stream."""
 
@@ -35,21 +37,34 @@ class Piece(msgspec.Struct):
     text: str = ""
     entries: list[TokenEntry] = []
     echoed: list[TokenEntry] = []  # the prompt's tokens, on the first piece of an echo
-    finish: str | None = None  # "stop" or "length"
+    finish: str | None = None  # "stop", "length", or "tool_calls": ended like "stop", with calls
     stop_reason: str | int | None = None
     num_tokens: int = 0  # of the choice so far
     tokens: list[int] = []  # those that usage counts, kept only if they were asked for
     reasoning: str = ""
-    calls: list[ToolDelta] = []
+    calls: list[ToolDelta] = []  # deltas, not joined
+
+
+def join_calls(deltas: Iterable[ToolDelta]) -> list[ToolDelta]:
+    """One delta for each call that they speak of."""
+    parts: dict[int, list[ToolDelta]] = {}
+    for delta in deltas:
+        parts.setdefault(delta.index, []).append(delta)
+    return [
+        ToolDelta(index, found[0].id, found[0].name, "".join(delta.arguments for delta in found))
+        for index, found in parts.items()
+    ]
 
 
 class Prompt(msgspec.Struct):
-    """One prompt of a request. ``text`` is set where it is needed: for echo, and for offsets of log probabilities."""
+    """One prompt of a request. ``text`` is set where it is needed: for echo, and for offsets of log probabilities;
+    ``form`` says how its answers are written."""
 
     request: GenerateRequest
     text: str = ""
     logprobs: list[TokenLogprob] = []
     cached_tokens: int = 0
+    form: ReplyForm = TEXT_ONLY
 
 
 class _Mailbox:
@@ -116,6 +131,7 @@ class _Choice:
         self._ask = ask
         self._text = text
         self._num_chars = 0
+        self._has_calls = False
         self._echo_due = ask.echo
         self._scores_only = ask.max_tokens == 0
 
@@ -134,19 +150,26 @@ class _Choice:
         if self._ask.show_tokens:
             piece.tokens = piece.tokens + chunk.tokens[: self.num_tokens - counted]
         if stop is not None:
-            self.finish, piece.stop_reason = "stop", stop
+            self.finish, piece.stop_reason = self._stopped(), stop or None
         elif chunk.finish in ("failed", "cancelled"):
             message = chunk.error_message or "the request was not completed"
             self.failure = error_from_code(chunk.error_code or "engine_error", message)
         elif chunk.finish is not None:
             if not self._scores_only:
                 self._say(self._output.finish(), piece)
-            self.finish = chunk.finish
+            self.finish = self._stopped() if chunk.finish == "stop" else chunk.finish
             if chunk.stop_token in self._ask.sampling.stop_token_ids:
                 piece.stop_reason = chunk.stop_token
         piece.finish = self.finish
         piece.num_tokens = self.num_tokens
         return stop is not None and not self.ended
+
+    def _stopped(self) -> str:
+        return "tool_calls" if self._has_calls else "stop"
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._output.num_reasoning_tokens
 
     def _push(self, chunk: Chunk, piece: Piece) -> str | None:
         """The text of the chunk's tokens; the token that ended the choice is counted, and shown only if asked."""
@@ -165,6 +188,10 @@ class _Choice:
 
     def _say(self, delta: TextDelta, piece: Piece) -> None:
         piece.text += delta.text
+        piece.reasoning += delta.reasoning
+        if delta.calls:
+            piece.calls += delta.calls
+            self._has_calls = True
         self._num_chars += len(delta.text)
         if self._ask.sampling.logprobs is None:
             return
@@ -217,7 +244,13 @@ class Generation:
             _Choice(
                 p * ask.n + j,
                 prompt,
-                text.open_output(stops=ask.stops, include_stop=ask.include_stop, skip_special=ask.skip_special),
+                text.open_output(
+                    stops=ask.stops,
+                    include_stop=ask.include_stop,
+                    skip_special=ask.skip_special,
+                    form=prompt.form,
+                    call_ids=f"{prompt.request.request_id[-ID_CHARS:]}{j:02x}",
+                ),
                 ask,
                 text,
             )
@@ -306,10 +339,12 @@ class Generation:
 
     def usage(self) -> Usage:
         """Prompt tokens once per prompt, completion tokens summed over choices."""
+        reasons = any(prompt.form.reasoning for prompt in self.prompts)
         return Usage(
             sum(len(prompt.request.prompt) for prompt in self.prompts),
             sum(choice.num_tokens for choice in self._choices),
             sum(prompt.cached_tokens for prompt in self.prompts),
+            sum(choice.num_reasoning_tokens for choice in self._choices) if reasons else None,
         )
 
     async def close(self) -> None:

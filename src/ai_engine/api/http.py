@@ -86,7 +86,7 @@ class Exchange:
         self.common: list[Header] = []
         self._receive = receive
         self._send = send
-        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort")
+        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort", {}).get("call")
         self._body_read = False
         self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
         self.context, self.malformed_trace = read_context(

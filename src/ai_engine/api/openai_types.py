@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ai_engine.api.tool_types import Choices, Tools, tool_options
 from ai_engine.contracts.fields import (
     Anything,
     ByType,
@@ -162,6 +163,7 @@ class _Message:
             "tool_calls": ListOf(_TOOL_CALL, 0, 128),
             "tool_call_id": Text(1, 256),
             "reasoning_content": Text(),
+            "reasoning": Text(),
             "refusal": Unused(),
             "audio": Unsupported(),
             "function_call": Unsupported("replaced by tool_calls. Fix: send tool_calls."),
@@ -182,6 +184,9 @@ class _Message:
             at.path.append("tool_call_id")
             at.fail("nothing", "a string", "a tool message names the call it answers.")
         message.setdefault("content", None)
+        thought = message.pop("reasoning", None)  # both names are sent back to us, as we sent both
+        if thought is not None:
+            message.setdefault("reasoning_content", thought)
         return message
 
 
@@ -273,12 +278,12 @@ def chat_fields(vocab_size: int) -> Record:
         "add_generation_prompt": Flag(),
         "continue_final_message": Flag(),
         "chat_template_kwargs": Record(_AnyField()),
-        "tools": Unsupported(_NOT_ENFORCED, neutral=([],)),
-        "tool_choice": Unsupported(_NOT_ENFORCED, neutral=("none", "auto")),
-        "parallel_tool_calls": Unused(neutral=(True, False)),
-        "functions": Unsupported(_NOT_ENFORCED, neutral=([],)),
-        "function_call": Unsupported(_NOT_ENFORCED, neutral=("none", "auto")),
-        "reasoning_effort": Unused(neutral=("none",)),
+        "tools": Tools(),
+        "tool_choice": Choices(),
+        "parallel_tool_calls": Flag(),
+        "functions": Unsupported("replaced by tools. Fix: send tools.", neutral=([],)),
+        "function_call": Unsupported("replaced by tool_choice. Fix: send tool_choice.", neutral=("none", "auto")),
+        "reasoning_effort": Choice(("none", "minimal", "low", "medium", "high", "xhigh")),
         "verbosity": Unused(neutral=("medium",)),
         "prediction": Unused(),
         "modalities": Unsupported("only text is generated.", neutral=(["text"],)),
@@ -372,6 +377,9 @@ def chat_ask(got: dict[str, Any], model: ServedModel, at: Checking, **rest: Any)
         template = {"add_generation_prompt": got["add_generation_prompt"]}
     if "chat_template_kwargs" in got:
         template["template_kwargs"] = got["chat_template_kwargs"]
+    if "reasoning_effort" in got:
+        template["reasoning_effort"] = got["reasoning_effort"]
+    template |= tool_options(got)
     logprobs = got.get("top_logprobs", 0) if got.get("logprobs") else None
     return _ask(got, model, at, logprobs, messages=got["messages"], template=template, **rest)
 

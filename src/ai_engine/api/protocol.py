@@ -1,13 +1,15 @@
 """HTTP/1.1 on a connection, with limits on what comes before a body: uvicorn's protocol, bounded.
 
-Owns the size of a request's head, the time it may take, and the shape of errors about HTTP itself. Bodies are bounded
-by http.py, requests by app.py.
+Owns the number of connections, the size of a request's head, the time it may take, and the shape of errors about HTTP
+itself. Bodies are bounded by http.py, requests by app.py. A client that closes its sending half is taken as gone, as
+one that closed altogether: few do the former, and no server can tell them apart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from typing import Any
 
 import msgspec
@@ -15,7 +17,29 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+MAX_CONNECTIONS = 4096
+"""At once; fewer where the process may not have so many descriptors."""
+_SPARE_DESCRIPTORS = 128
+"""For files, pipes and the worker's socket."""
+REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+CODES = {408: "request_timeout", 503: "server_overloaded"}
+
+
+def connection_limit() -> int:
+    """How many connections there may be, after asking the system for as many descriptors as it gives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + _SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return (
+        MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - _SPARE_DESCRIPTORS))
+    )
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -24,9 +48,15 @@ class BoundedHttp(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
+    max_connections = MAX_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self._refuse(
+                503, f"There are {self.max_connections} connections, the most that are taken. Try again later."
+            )
+            return
         self._start_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -37,6 +67,7 @@ class BoundedHttp(HttpToolsProtocol):
         if not self._in_head:  # a further request on this connection
             self._start_head()
         super().on_message_begin()
+        self.scope["extensions"] = {"abort": {"call": self.transport.abort}}  # http.py: a client that does not read
 
     def on_headers_complete(self) -> None:
         self._end_head()
@@ -68,9 +99,20 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(408, f"The request's headers did not end within {HEAD_TIMEOUT_S:g} s.")
 
     def _refuse(self, status: int, message: str) -> None:
-        error: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": None}
-        body = msgspec.json.encode({"error": error | {"code": "invalid_http" if status != 408 else "request_timeout"}})
+        kind = "server_error" if status == 503 else "invalid_request_error"
+        error: dict[str, Any] = {"message": message, "type": kind, "param": None}
+        body = msgspec.json.encode({"error": error | {"code": CODES.get(status, "invalid_http")}})
         ids = f"x-request-id: req-{os.urandom(12).hex()}\r\nx-ai-trace-id: {os.urandom(16).hex()}\r\n"
-        head = f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n{ids}"
+        retry = "retry-after: 2\r\n" if status == 503 else ""
+        head = f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n{ids}{retry}"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def bounded_http(limit: int) -> type[BoundedHttp]:
+    """The protocol for a listener that takes so many connections at once."""
+
+    class Bounded(BoundedHttp):
+        max_connections = limit
+
+    return Bounded

@@ -1,9 +1,9 @@
 """The JSON that goes back: answers, log probabilities, usage, models, errors. No decisions, no I/O.
 
 Log probabilities are the model's own (before temperature, penalties and masks), floored at -9999.0 since JSON has no
-infinity. Tokens of a matched stop string and the end-of-sequence token are not listed; the concatenated bytes are the
-text's. In completions, offsets count characters from the prompt's start whether it is echoed or not, and of two
-tokens with the same text in one ``top_logprobs`` the likelier stays.
+infinity. Tokens of a matched stop string, of the reasoning and of calls, and the end-of-sequence token are not listed;
+the concatenated bytes are the text's. In completions, offsets count characters from the prompt's start whether it is
+echoed or not, and of two tokens with the same text in one ``top_logprobs`` the likelier stays.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from ai_engine.api.generation import Piece, Prompt
+from ai_engine.api.generation import Piece, Prompt, join_calls
 from ai_engine.api.openai_types import DEFAULT_COMPLETION_TOKENS, Ask, ServedModel
 from ai_engine.ports.errors import AiEngineError, Overloaded
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import TokenLogprob, Usage
-from ai_engine.ports.text import TextService, TokenEntry
+from ai_engine.ports.text import ANY_CALL, TextService, TokenEntry, ToolChoice
 
 LOWEST_LOGPROB = -9999.0
 encode = msgspec.json.Encoder().encode
@@ -102,12 +102,34 @@ def _top(token: str, found: TokenLogprob, text: TextService) -> dict[str, float]
 
 
 def usage_reply(usage: Usage) -> dict[str, Any]:
+    thought = usage.reasoning_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **({} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}),
     }
+
+
+def message_reply(piece: Piece) -> dict[str, Any]:
+    """``content`` is null when there are only calls; the reasoning has both names that clients read."""
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+    if piece.reasoning:
+        message["reasoning_content"] = message["reasoning"] = piece.reasoning
+    if piece.calls:
+        message["content"] = piece.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in join_calls(piece.calls)
+        ]
+    return message
+
+
+def finish_reason(ask: Ask, finish: str | None) -> str | None:
+    """OpenAI's word: a call that was demanded by name is no decision of the model's, so it says "stop"."""
+    choice: ToolChoice = ask.template.get("tool_choice", ANY_CALL)
+    return "stop" if finish == "tool_calls" and choice.only else finish
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -174,13 +196,13 @@ def _whole_choice(ask: Ask, piece: Piece, prompt: Prompt, text: TextService) -> 
     choice: dict[str, Any] = {"index": piece.index}
     has_logprobs = ask.sampling.logprobs is not None
     if ask.messages is not None:
-        choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+        choice["message"] = message_reply(piece)
         choice["logprobs"] = chat_logprobs(piece.entries, text) if has_logprobs else None
     else:
         choice["text"] = piece.text
         choice["logprobs"] = completion_logprobs(piece, prompt, text) if has_logprobs else None
         choice |= prompt_extras(ask, prompt, text)
-    choice["finish_reason"] = piece.finish
+    choice["finish_reason"] = finish_reason(ask, piece.finish)
     if ask.show_tokens:
         choice["token_ids"] = piece.tokens
     if piece.stop_reason is not None:

@@ -33,7 +33,7 @@ from ai_engine.contracts.fields import Record
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
-from ai_engine.ports.text import Encoded, TextService
+from ai_engine.ports.text import Encoded, ReplyForm, TextService
 from ai_engine.ports.trace import PagesReader, TraceReader
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -95,6 +95,7 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
     created = int(door.clock.wall_s())
     ask = _with_seed(door, as_allowed(ask, exchange, door.model))
     prompts = await _prompts(door, exchange, ask, answer_id)
+    ask = _warned(ask, exchange, prompts[0].form)
     generation = Generation(ask, prompts, door.serving, door.text, exchange.parts)
     describe(exchange, ask, prompts, answer_id)
     started = False
@@ -147,6 +148,14 @@ async def write_answer(exchange: Exchange, answer: Answer, generation: Generatio
     await exchange.reply(200, whole_answer(answer, pieces, generation.prompts, usage, text))
 
 
+def _warned(ask: Ask, exchange: Exchange, form: ReplyForm) -> Ask:
+    """What was asked of the model and it cannot do: a warning, or an error for a strict caller."""
+    if form.warnings and is_strict(exchange):
+        param = form.warnings[0].partition(":")[0]
+        raise UnsupportedParameter(f"{form.warnings[0]} Fix: leave it out.", param=param)
+    return msgspec.structs.replace(ask, warnings=[*ask.warnings, *form.warnings]) if form.warnings else ask
+
+
 def _with_seed(door: Door, ask: Ask) -> Ask:
     if ask.sampling.seed is not None:
         return ask
@@ -182,9 +191,10 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
             cache_scope=_cache_scope(exchange.key, ask),
             priority=exchange.key.priority + ask.priority,
             timeout_s=exchange.timeout_s,
+            constraint=encoded.form.constraint,
         )
         text = "" if not needs_text else source if isinstance(source, str) else door.text.decode(ids)
-        prompts.append(Prompt(request, text))
+        prompts.append(Prompt(request, text, form=encoded.form))
     return prompts
 
 
@@ -203,7 +213,8 @@ def _cache_scope(key: Key, ask: Ask) -> str:
 async def collect(generation: Generation) -> list[Piece]:
     """One merged piece per choice."""
     texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
-    merged = [Piece(index, entries=[], tokens=[]) for index in range(generation.num_choices)]
+    thoughts: list[list[str]] = [[] for _ in range(generation.num_choices)]
+    merged = [Piece(index, entries=[], tokens=[], calls=[]) for index in range(generation.num_choices)]
     while (pieces := await generation.next()) is not None:
         for piece in pieces:
             whole = merged[piece.index]
@@ -211,9 +222,11 @@ async def collect(generation: Generation) -> list[Piece]:
             whole.entries += piece.entries
             whole.echoed = whole.echoed or piece.echoed
             whole.tokens += piece.tokens
+            whole.calls += piece.calls
+            thoughts[piece.index].append(piece.reasoning)
             whole.finish, whole.stop_reason = piece.finish, piece.stop_reason
-    for whole, parts in zip(merged, texts, strict=True):
-        whole.text = "".join(parts)
+    for whole in merged:
+        whole.text, whole.reasoning = "".join(texts[whole.index]), "".join(thoughts[whole.index])
     return merged
 
 

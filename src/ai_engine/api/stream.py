@@ -1,8 +1,9 @@
 """Server-sent events of one answer: what comes in which order, and how it ends.
 
 Owns the frames and their order: for chat, after the first output of the engine one role chunk per choice in index
-order; then text; one finish chunk per choice; a usage chunk only if asked for; [DONE] always, after an error event
-too. A piece without text is not sent. A comment ``: ping`` goes out after silence, never before the first event.
+order; then reasoning, text and calls; one finish chunk per choice; a usage chunk only if asked for; [DONE] always,
+after an error event too. A piece without any is not sent. A comment ``: ping`` goes out after silence, never before the
+first event.
 Nothing is written before the first output, so that what fails earlier still gets its own HTTP status.
 
 The parts of a frame that do not change are encoded once per answer: a token costs one string escape and one join.
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ai_engine.api.generation import Generation, Piece
+from ai_engine.api.generation import Generation, Piece, join_calls
 from ai_engine.api.http import ClientDisconnected, Exchange
 from ai_engine.api.replies import (
     Answer,
@@ -23,12 +24,13 @@ from ai_engine.api.replies import (
     cut_by_default,
     encode,
     error_reply,
+    finish_reason,
     prompt_extras,
     usage_reply,
 )
 from ai_engine.ports.errors import AiEngineError
 from ai_engine.ports.serving import Usage
-from ai_engine.ports.text import TextService
+from ai_engine.ports.text import TextService, ToolDelta
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -78,6 +80,9 @@ class Frames:
     def piece(self, piece: Piece, extras: dict[str, Any]) -> bytes:
         """A text chunk if there is text, and the finish chunk if the choice ended."""
         frames = b""
+        if piece.reasoning:
+            thought = {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning}
+            frames, extras = self._delta(piece.index, thought, extras), {}
         if piece.text or piece.entries or piece.echoed or piece.tokens:
             body = b'{"index":%d%s%s%s,"logprobs":%s,"finish_reason":null%s}' % (
                 piece.index,
@@ -87,11 +92,18 @@ class Frames:
                 self._logprobs(piece),
                 self._tokens(piece),
             )
-            frames = self._frame(body, extras)
+            frames += self._frame(body, extras)
+            extras = {}
+        if piece.calls:
+            frames += self._delta(piece.index, {"tool_calls": list(map(_call_delta, join_calls(piece.calls)))}, extras)
             extras = {}
         if piece.finish is not None:
             frames += self._finish(piece, extras)
         return frames
+
+    def _delta(self, index: int, delta: dict[str, Any], extras: dict[str, Any]) -> bytes:
+        body = b'{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}' % (index, encode(delta))
+        return self._frame(body, extras)
 
     def _tokens(self, piece: Piece) -> bytes:
         """The token ids, if they were asked for; with a text choice's first ones its prompt's."""
@@ -111,7 +123,7 @@ class Frames:
         body = b'{"index":%d%s,"logprobs":null,"finish_reason":%s' % (
             piece.index,
             b',"delta":{}' if self._chat else b',"text":""',
-            encode(piece.finish),
+            encode(finish_reason(self._answer.ask, piece.finish)),
         )
         if piece.stop_reason is not None:
             body += b',"stop_reason":' + encode(piece.stop_reason)
@@ -134,6 +146,14 @@ class Frames:
             usage = b',"usage":' + encode(usage_reply(self._generation.usage()))
         extra = b"," + encode(extras)[1:-1] if extras else b""
         return self._head + choice + b"]" + usage + extra + b"}\n\n"
+
+
+def _call_delta(call: ToolDelta) -> dict[str, Any]:
+    """The id, type and name come with a call's first delta and no other."""
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 async def stream_answer(exchange: Exchange, answer: Answer, generation: Generation, text: TextService) -> None:

@@ -335,6 +335,10 @@ class LlMatcher:
         self._tokens.append(token)
         return True
 
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and self._ended:
             self._ended = False

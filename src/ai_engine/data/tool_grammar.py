@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from ai_engine.contracts.json_schema import lowered
+from ai_engine.contracts.json_schema import json_block, lowered
 from ai_engine.data.tool_prompt import NO_PARAMETERS, around
 from ai_engine.data.tools import CallFormat
 from ai_engine.ports.grammar import Constraint
@@ -73,12 +73,12 @@ class _Rules:
         self._names: list[str] = []
         self.lines: list[str] = []
 
-    def add_function(self, name: str, schema: Mapping[str, Any]) -> None:
+    def add_function(self, name: str, schema: dict[str, Any]) -> None:
         index = len(self._names)
         before, after = around(self._form, name)
         parts = [self._quoted(before), f"args_{index}", *([json.dumps(after)] if after else [])]
         self._names.append(f"call_{index}")
-        self.lines += [f"call_{index}: {' '.join(parts)}", f"args_{index}: %json {json.dumps(schema)}"]
+        self.lines += [f"call_{index}: {' '.join(parts)}", f"args_{index}: {json_block(schema)}"]
 
     def calls(self, at_most: int) -> list[str]:
         """Nothing but calls."""

@@ -43,7 +43,14 @@ class Matcher(Protocol):
         """Take a token; False (and no change) when the grammar does not allow it."""
         ...
 
-    def rollback(self, num_tokens: int) -> None: ...
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """The last token was an end of sequence; nothing can follow."""
+        ...
 
 
 class Grammar(Protocol):

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from ai_engine.ports.grammar import Grammar
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import TokenLogprob
 
@@ -15,7 +16,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     ``tokens`` is everything known so far: the prompt, and after a preemption the output too. ``prompt_len`` tells
     them apart (penalties, prompt logprobs). ``namespace`` (tenant, adapter) is part of the prefix key. ``fork_of``
-    names an open sequence whose computed pages are shared as far as both agree, up to ``len(tokens) - 1``.
+    names an open sequence whose computed pages are shared as far as both agree, up to ``len(tokens) - 1``. The output
+    follows ``grammar``, the part of it that is known already too.
     """
 
     seq_id: int
@@ -24,6 +26,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     namespace: str = ""
     fork_of: int | None = None
+    grammar: Grammar | None = None
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):

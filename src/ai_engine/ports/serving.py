@@ -47,6 +47,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     completion_tokens: int  # the end-of-sequence token counts
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: the model has no reasoning part
 
 
 Terminal = Literal["stop", "length", "cancelled", "failed"]

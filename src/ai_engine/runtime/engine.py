@@ -178,7 +178,10 @@ class Engine:
             raise EngineError(f"step {step} failed in the kernels: {type(error).__name__}: {error}") from error
         for (seq, _, num_tokens, _), output in zip(pieces, read_output(batch, out), strict=True):
             if output.failed is None:
-                self._advance(seq, num_tokens, output.tokens)
+                try:
+                    self._advance(seq, num_tokens, output.tokens)
+                except EngineError as error:  # its grammar's, and this sequence's alone
+                    output = SeqOutput(seq.seq_id, [], None, None, error.message)
             outputs[seq.seq_id] = _joined(outputs.get(seq.seq_id), output)
         return len(batch.rows)
 

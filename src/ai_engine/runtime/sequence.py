@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from ai_engine.ports.errors import EngineError
 from ai_engine.ports.kernels import F32, I32
 from ai_engine.ports.runtime import SequenceSpec
 from ai_engine.ports.sampling import SamplingParams
@@ -86,8 +87,8 @@ class Sequence:
     first ``num_computed`` are in its pages. ``guarded`` are the tokens that ``min_tokens`` forbids at first."""
 
     __slots__ = (
-        "bias_token", "bias_value", "guarded", "handle", "history", "num_computed", "num_known", "params", "prompt_len",
-        "ragged", "seq_id", "slot", "tokens",
+        "bias_token", "bias_value", "guarded", "handle", "history", "matcher", "num_computed", "num_known", "params",
+        "prompt_len", "ragged", "seq_id", "slot", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +106,8 @@ class Sequence:
         self.bias_value: F32 = np.array(list(params.logit_bias.values()), np.float32)
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else eos_ids))
         self.guarded: I32 = np.array(sorted(set(ends)) if params.min_tokens > 0 else [], np.int32)
+        self.matcher = None if spec.grammar is None else spec.grammar.open()
+        self._match(tokens[spec.prompt_len :].tolist())
         self.ragged = penalised or len(self.bias_token) > 0 or len(self.guarded) > 0
 
     def append(self, tokens: SequenceOf[int]) -> None:
@@ -117,10 +120,22 @@ class Sequence:
         if self.history is not None:
             for token in tokens:
                 self.history.add(token)
+        self._match(tokens)
+
+    def _match(self, tokens: SequenceOf[int]) -> None:
+        """Raises EngineError when the grammar does not take tokens that were drawn under it."""
+        matcher = self.matcher
+        for token in tokens if matcher is not None else ():
+            if matcher is not None and not matcher.accept(token):
+                raise EngineError(f"the grammar does not take token {token}, which it had allowed")
+
+    def is_guarded(self, position: int) -> bool:
+        """Whether the token drawn at ``position`` may not be one of ``guarded``."""
+        return len(self.guarded) > 0 and position - self.prompt_len < self.params.min_tokens
 
     def bias(self, position: int) -> tuple[I32, F32]:
         """(tokens, values) added to the logits of the token drawn at ``position``."""
-        if len(self.guarded) == 0 or position - self.prompt_len >= self.params.min_tokens:
+        if self.matcher is not None or not self.is_guarded(position):
             return self.bias_token, self.bias_value
         banned = np.full(len(self.guarded), -np.inf, np.float32)
         return np.concatenate([self.bias_token, self.guarded]), np.concatenate([self.bias_value, banned])

@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ai_engine.ports.grammar import U32
 from ai_engine.ports.kernels import I32, SampleBatch, SampleOut, StepBatch
 from ai_engine.ports.runtime import Limits, SeqOutput, Work
 from ai_engine.ports.serving import TokenLogprob
+from ai_engine.runtime.masks import Masks
 from ai_engine.runtime.sequence import ParamTable, Sequence
 
 
@@ -45,6 +47,7 @@ class Batch(NamedTuple):
     arrays: StepBatch
     pieces: list[Piece]
     rows: list[Row]
+    masks: Masks | None = None  # when a row draws under a grammar
 
 
 def cut(work: Iterable[tuple[Sequence, Work]], limits: Limits) -> list[list[Piece]]:
@@ -86,6 +89,13 @@ class Builder:
         self.zeros: I32 = np.zeros(rows + 1, np.int32)
         self.no_i32, self.no_f32 = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self.no_masks = np.zeros((0, -(-limits.vocab_size // 32)), np.uint32)
+        self._masks = self.no_masks
+
+    def masks(self, num_rows: int) -> U32:
+        """Room for as many masks; the same memory in every step, which grows when it must."""
+        if len(self._masks) < num_rows:
+            self._masks = np.zeros((num_rows, self.no_masks.shape[1]), np.uint32)
+        return self._masks
 
 
 def build_batch(builder: Builder, pieces: list[Piece], page_tables: I32, page_tokens: int, step: int) -> Batch:
@@ -115,6 +125,7 @@ def build_batch(builder: Builder, pieces: list[Piece], page_tables: I32, page_to
         slots.append(seq.slot)
         at = end
         longest = max(longest, length)
+    masks = _masks(builder, rows) if any(piece.seq.matcher is not None for piece in pieces) else None
     arrays = StepBatch(
         token_ids=ids[:at],
         positions=positions[:at],
@@ -122,13 +133,26 @@ def build_batch(builder: Builder, pieces: list[Piece], page_tables: I32, page_to
         context_len=np.array(lengths, np.int32),
         page_table=page_tables[slots, : -(-longest // page_tokens)],
         logit_rows=np.array(at_rows, np.int32),
-        sample=_sample_batch(builder, rows),
+        sample=_sample_batch(builder, rows, masks),
         step=step,
     )
-    return Batch(arrays, pieces, rows)
+    return Batch(arrays, pieces, rows, masks)
 
 
-def _sample_batch(builder: Builder, rows: list[Row]) -> SampleBatch:
+def _masks(builder: Builder, rows: list[Row]) -> Masks | None:
+    draws = [
+        (index, row.piece.seq, row.position, row.piece.draft)
+        for index, row in enumerate(rows)
+        if row.piece.seq.matcher is not None and row.forced < 0 and row.num_guessed == 0
+    ]
+    if not draws:
+        return None
+    masks = Masks(builder.masks(len(rows)), len(rows))
+    masks.fill(draws)
+    return masks
+
+
+def _sample_batch(builder: Builder, rows: list[Row], masks: Masks | None) -> SampleBatch:
     count = len(rows)
     slots = [row.piece.seq.slot for row in rows]
     gathered = {name: column[slots] for name, column in builder.params.columns.items()}
@@ -156,8 +180,8 @@ def _sample_batch(builder: Builder, rows: list[Row]) -> SampleBatch:
         bias_start=bias_start,
         bias_token=bias_token,
         bias_value=bias_value,
-        mask_row=builder.none[:count],
-        masks=builder.no_masks,
+        mask_row=builder.none[:count] if masks is None else masks.rows,
+        masks=builder.no_masks if masks is None else masks.buffer,
     )
 
 
@@ -188,11 +212,15 @@ def read_output(batch: Batch, out: SampleOut) -> list[SeqOutput]:
         if at == len(drawn) or batch.rows[at].piece is not piece:
             outputs.append(SeqOutput(seq.seq_id, [], None, scores))
             continue
-        accepted = 1
-        while accepted <= len(draft) and draft[accepted - 1] == drawn[at + accepted - 1]:
+        accepted, usable = 1, len(draft)
+        if batch.masks is not None:
+            usable = batch.masks.usable.get(at, usable)
+        while accepted <= usable and draft[accepted - 1] == drawn[at + accepted - 1]:
             accepted += 1
         tokens = drawn[at : at + accepted]
-        if min(tokens) < 0:
+        if batch.masks is not None and seq.seq_id in batch.masks.failed:
+            outputs.append(SeqOutput(seq.seq_id, [], None, scores, batch.masks.failed[seq.seq_id]))
+        elif min(tokens) < 0:
             outputs.append(SeqOutput(seq.seq_id, [], None, scores, "its logits are not finite"))
         elif seq.params.logprobs is None:
             outputs.append(SeqOutput(seq.seq_id, tokens, None, scores))

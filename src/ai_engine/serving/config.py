@@ -19,6 +19,10 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_target_s: float = 0.400  # of a step that nobody is waiting for tokens from
     min_prefill_tokens: int = 8  # a prompt always advances by this much
     speculation: Literal["off", "lookup"] = "lookup"  # guess tokens that the prompt or the answer said before
+    # constraints
+    compile_threads: int = 2
+    compile_deadline_s: float = 10.0  # from arrival to a grammar; the vocabulary's own loading is in it
+    max_compiling: int = 64  # requests whose constraint is being compiled or waits for that
     # admission
     max_running: int = 0  # sequences open at once; 0: as many as a step takes
     growth_tokens: int = 64  # room kept for the output of each running sequence before another is admitted

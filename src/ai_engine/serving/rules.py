@@ -16,8 +16,10 @@ from ai_engine.serving.state import Choice, State
 
 
 def _at_eos(choice: Choice, limits: Limits, eos_ids: frozenset[int]) -> Terminal | None:
+    """Under a constraint it comes only where the text is whole, and then nothing else can come."""
     params = choice.params
-    ends = not params.ignore_eos and choice.tokens[-1] in eos_ids and choice.num_output >= params.min_tokens
+    wanted = not params.ignore_eos and choice.num_output >= params.min_tokens
+    ends = choice.tokens[-1] in eos_ids and (wanted or choice.group.grammar is not None)
     return "stop" if ends else None
 
 

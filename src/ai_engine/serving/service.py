@@ -19,10 +19,12 @@ from ai_engine.ports.errors import (
     Overloaded,
     ShuttingDown,
 )
+from ai_engine.ports.grammar import Grammars
 from ai_engine.ports.runtime import Runtime
 from ai_engine.ports.serving import Chunk, GenerateRequest, Health
 from ai_engine.ports.streams import ChunkBuffer, ChunkStream
 from ai_engine.ports.telemetry import MemorySet, RequestQueued, RequestRefused, Telemetry
+from ai_engine.serving.compiling import Compilers
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.loop import Arrive, Cancel, FailAll, StepLoop
 from ai_engine.serving.state import Group
@@ -39,6 +41,7 @@ class Service:
         clock: Clock | None = None,
         config: ServingConfig | None = None,
         eos_ids: frozenset[int] = frozenset(),
+        grammars: Grammars | None = None,
     ) -> None:
         self._runtime = runtime
         self._telemetry = telemetry
@@ -50,6 +53,7 @@ class Service:
         self.loop = StepLoop(
             runtime, self._deliver, config=self._config, clock=self._clock, telemetry=telemetry, eos_ids=eos_ids
         )
+        self._compilers = Compilers(grammars, self._config)
         self._buffers: dict[str, ChunkBuffer] = {}
         self._events: asyncio.AbstractEventLoop | None = None
         self._draining = False
@@ -70,6 +74,7 @@ class Service:
         self._draining = True
         await asyncio.to_thread(self.loop.stop, self._config.stall_s)
         self._fail_open(ShuttingDown("the server stopped"))
+        self._compilers.close()
 
     # requests
 
@@ -78,10 +83,14 @@ class Service:
         try:
             self._check_admission(expected)
             self._check_request(request)
+            grammar = await self._compilers.compile(request)
+            if grammar is not None:  # that took time
+                self._check_admission(expected)
+                self._check_request(request)
         except AiEngineError as error:
             self._telemetry.emit(RequestRefused(error.code))
             raise
-        group = Group(request, self._clock.now_s(), expected)
+        group = Group(request, self._clock.now_s(), expected, grammar)
         buffer = self._buffers[request.request_id] = ChunkBuffer(request.n)
         self._empty.clear()
         self._entered_requests += 1

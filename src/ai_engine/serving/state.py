@@ -13,6 +13,7 @@ from collections.abc import Callable, Set
 
 import msgspec
 
+from ai_engine.ports.grammar import Grammar
 from ai_engine.ports.runtime import Limits, SequenceSpec
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import GenerateRequest, Terminal
@@ -28,8 +29,11 @@ MAX_SEED = 1 << 64
 class Group:
     """One accepted request."""
 
-    def __init__(self, request: GenerateRequest, arrived_s: float, expected_tokens: int) -> None:
+    def __init__(
+        self, request: GenerateRequest, arrived_s: float, expected_tokens: int, grammar: Grammar | None = None
+    ) -> None:
         self.request = request
+        self.grammar = grammar  # of request.constraint, compiled
         self.arrived_s = arrived_s
         self.expected_tokens = expected_tokens
         self.deadline_s = float("inf") if request.timeout_s is None else arrived_s + request.timeout_s
@@ -139,6 +143,7 @@ class Choice:
             params=params,
             namespace=f"{request.cache_scope}\0{request.adapter}",
             fork_of=fork_of,
+            grammar=self.group.grammar,
         )
 
 

@@ -16,7 +16,6 @@ from ai_engine.testing.text import BOS_ID
 from tests.unit.api.doors import MODEL, ByteText, Reply, client, saying
 
 MESSAGE = {"role": "user", "content": "Hi"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def error_of(reply: Reply, status: int = 400) -> dict[str, Any]:
@@ -148,9 +147,6 @@ async def test_bad_values_name_field_found_and_expected(fields: dict[str, Any], 
     [
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.type"),
-        ({"tools": [TOOL]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"guided_json": {}}, "guided_json"),
         ({"guided_regex": "a"}, "guided_regex"),
@@ -181,7 +177,7 @@ async def test_values_that_ask_for_nothing_pass_in_silence() -> None:
     assert "warnings" not in reply.json()
 
 
-@pytest.mark.parametrize("name", ["user", "metadata", "store", "prediction", "reasoning_effort", "made_up"])
+@pytest.mark.parametrize("name", ["user", "metadata", "store", "prediction", "made_up"])
 async def test_unused_and_unknown_fields_warn_or_fail_when_strict(name: str) -> None:
     value: Any = {"metadata": {"a": "b"}, "store": True}.get(name, "low")
     warnings = (await client().chat(**{name: value})).json()["warnings"]

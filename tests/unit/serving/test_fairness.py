@@ -57,8 +57,8 @@ def until_first_token(rig: Rig, request_id: str) -> None:
 @pytest.mark.parametrize("steps_before", [0, 1, 3, 10, 40, 150, 400])
 @pytest.mark.parametrize(("num_in", "num_out"), [(128, 128), (4, 1000)])
 def test_a_flood_of_one_key_costs_another_one_step(steps_before: int, num_in: int, num_out: int) -> None:
-    """A: 200 requests of 128 in, 128 out; or answers that all sit for long. B: one prompt of 32. Its first token takes at
-    most twice what it takes alone, and a step, whenever it comes."""
+    """A: 200 requests of 128 in, 128 out; or answers that all sit for long. B: one prompt of 32. Its first token takes
+    at most twice what it takes alone, and a step, whenever it comes."""
     alone = rig()
     alone.submit(of("b", 0, 32, 1))
     alone.run()
@@ -95,7 +95,7 @@ def test_weights_are_shares_of_the_tokens() -> None:
         both.submit(of("a", number, 64, 64, weight=1.0))
         both.submit(of("b", number, 64, 64, weight=3.0))
     given: Counter[str] = Counter()
-    owner = {}
+    owner: dict[int, str] = {}
     for step in range(500):
         both.once()
         owner |= {choice.seq_id: choice.tenant for choice in both.loop.state.running}
