@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from ai_engine.api import console, messages, openapi, rest, texts, traces
+from ai_engine.api import console, messages, openapi, responses, rest, texts, traces
 from ai_engine.api.http import ApiConfig, ClientDisconnected, Exchange, Header, Receive, Scope, Send
 from ai_engine.api.keys import ANYBODY, Key, Keys
 from ai_engine.api.limits import Limiter
@@ -51,6 +51,8 @@ ROUTES: dict[str, Mapping[str, Handler]] = {
     "/metrics": {"GET": rest.metrics},
     "/messages": {"POST": messages.messages},
     "/messages/count_tokens": {"POST": messages.count_tokens},
+    "/responses": {"POST": responses.responses},
+    "/responses/input_tokens": {"POST": responses.input_tokens},
     "/tokenize": {"POST": texts.tokenize},
     "/detokenize": {"POST": texts.detokenize},
     "/apply-template": {"POST": texts.apply_template},

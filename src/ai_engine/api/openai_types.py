@@ -97,6 +97,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""  # prefixes are shared with requests of the same salt only
     max_tokens_field: str = "max_tokens"  # the one that was sent
+    prompt_field: str = "messages"
     show_sampling: bool = False
     show_prompt_logprobs: bool = False
     show_tokens: bool = False
@@ -397,6 +398,7 @@ def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bo
         prompts=got["prompt"],
         echo=echo,
         default_tokens=DEFAULT_COMPLETION_TOKENS,
+        prompt_field="prompt",
         add_special_tokens=got.get("add_special_tokens", True),
     )
     if ask.max_tokens == 0 and not echo and not ask.show_prompt_logprobs:
@@ -492,7 +494,7 @@ def _widest(*counts: int | None) -> int | None:
 
 def room_for(ask: Ask, num_prompt: int, model: ServedModel) -> int:
     """Tokens to generate after this prompt (0: the prompt is only scored). Raises ContextLengthExceeded."""
-    param = "messages" if ask.messages is not None else "prompt"
+    param = ask.prompt_field
     room = model.max_context - num_prompt
     wanted = ask.max_tokens
     if room < max(1, wanted or 0):

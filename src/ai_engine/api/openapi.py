@@ -15,6 +15,8 @@ from ai_engine.api.message_events import MESSAGE_SHAPES
 from ai_engine.api.messages import message_fields
 from ai_engine.api.openai_types import ServedModel, chat_fields, completion_fields
 from ai_engine.api.replies import encode
+from ai_engine.api.response_events import RESPONSE_SHAPES
+from ai_engine.api.responses import response_fields
 from ai_engine.api.rest import Door
 from ai_engine.api.shapes import SHAPES, TEXT, ref
 from ai_engine.api.texts import TEXT_SHAPES, detokenize_fields, template_fields, tokenize_fields
@@ -26,8 +28,8 @@ API_VERSION: Final = "1"
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one route. ``body`` names the request's schema, ``reply`` the answer's ("": not JSON but ``media``), and
-    ``event`` the schema of a stream's events, if it streams; ``error`` the shape of its failures."""
+    """One method of one route. ``body`` names the request's schema, ``reply`` the answer's ("": not JSON but
+    ``media``), ``event`` the schema of a stream's events, if it streams; ``error`` the shape of its failures."""
 
     method: str
     summary: str
@@ -70,6 +72,16 @@ OPERATIONS: Final[dict[str, Operation]] = {
         reply="MessageTokens",
         error="MessagesError",
     ),
+    "/responses": Operation(
+        method="post",
+        summary="Answer a conversation, as items; nothing is stored",
+        body="ResponseRequest",
+        reply="Response",
+        event="ResponseEvent",
+    ),
+    "/responses/input_tokens": Operation(
+        method="post", summary="Tokens that a response's prompt has", body="ResponseRequest", reply="ResponseTokens"
+    ),
     "/tokenize": Operation(method="post", summary="Text or messages to ids", body="TokenizeRequest", reply="Tokens"),
     "/detokenize": Operation(method="post", summary="Ids to text", body="DetokenizeRequest", reply="Detokenized"),
     "/apply-template": Operation(
@@ -98,6 +110,7 @@ BODIES: Final[dict[str, Callable[[int], Check]]] = {
     "ChatRequest": chat_fields,
     "CompletionRequest": completion_fields,
     "MessageRequest": message_fields,
+    "ResponseRequest": response_fields,
     "TokenizeRequest": tokenize_fields,
     "DetokenizeRequest": detokenize_fields,
     "TemplateRequest": template_fields,
@@ -119,7 +132,14 @@ def document(model: ServedModel) -> Schema:
         "servers": [{"url": "/"}],
         "paths": {op.prefix + route: {op.method: _operation(route, op)} for route, op in OPERATIONS.items()},
         "components": {
-            "schemas": {**bodies, **SHAPES, **MESSAGE_SHAPES, **TEXT_SHAPES, "Document": {"type": "object"}},
+            "schemas": {
+                **bodies,
+                **SHAPES,
+                **MESSAGE_SHAPES,
+                **TEXT_SHAPES,
+                **RESPONSE_SHAPES,
+                "Document": {"type": "object"},
+            },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -376,10 +376,10 @@ class Record:
                 if result is not None:
                     checked[name] = result
             at.path.pop()
-        for name in self.required:
-            if name not in value:
-                at.path.append(name)
-                at.fail("nothing", self.fields[name].expected, "add this required field.")
+        if self.required - value.keys():
+            missing = next(name for name in self.fields if name in self.required and name not in value)
+            at.path.append(missing)
+            at.fail("nothing", self.fields[missing].expected, "add this required field.")
         return checked
 
 

@@ -124,7 +124,6 @@ def test_what_a_check_refuses_its_schema_refuses(name: str, body: dict[str, Any]
 async def test_a_stream_s_events_are_named_where_a_route_streams() -> None:
     for route, op in OPERATIONS.items():
         if op.event:
-            reply = await client(ScriptedServing())(
-                "POST", route, {**HI, "prompt": "Hi", "stream": True, "input": "Hi"}
-            )
+            source = {"CompletionRequest": {"prompt": "Hi"}, "ResponseRequest": {"input": "Hi"}}.get(op.body, HI)
+            reply = await client(ScriptedServing())("POST", route, {**source, "stream": True})
             assert reply.headers["content-type"].startswith("text/event-stream"), route
