@@ -192,6 +192,7 @@ class Client:
         hang_up: asyncio.Event | None = None,
         on_write: Callable[[bytes], None] | None = None,
         sending: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+        query: str = "",
     ) -> Reply:
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         pending: list[bytes | float] = list(chunks if chunks is not None else [raw])
@@ -202,6 +203,7 @@ class Client:
             "type": "http",
             "method": method,
             "path": path,
+            "query_string": query.encode(),
             "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in given.items()],
         }
         left = hang_up or asyncio.Event()
