@@ -127,8 +127,8 @@ export function show(root, say) {
     tiles.gap.set(seconds(gap[0]), `p99 ${seconds(gap[2])}`);
     tiles.step.set(seconds(step[0]), first ? " " : `${count(Math.round(rate(NAMES.steps)))} steps/s`);
     tiles.kv.set(percent(value(NAMES.kvUsage)), `${count(value(NAMES.preempted))} preemptions`);
-    tiles.hits.set(looked ? percent(value(NAMES.hitTokens) / looked) : "–", "of prompt tokens, since start");
-    tiles.memory.set(bytes(value(NAMES.memory)), "weights, KV, activations, workspace");
+    tiles.hits.set(looked ? percent(value(NAMES.hitTokens) / looked) : "–", "of prompt tokens so far");
+    tiles.memory.set(bytes(value(NAMES.memory)), "in all categories");
     plots.tokens.add(now, [decode, prefill]);
     plots.ttft.add(now, ttft);
     plots.gap.add(now, gap);

@@ -17,7 +17,7 @@ export function say(message) {
 
 /** "#/trace/ID/step/12" -> the view and what it is of. */
 function route() {
-  const [name = "live", id, , step] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [name, id, , step] = (location.hash.replace(/^#\/?/, "") || "live").split("/").map(decodeURIComponent);
   for (const tab of document.querySelectorAll("nav a")) {
     tab.classList.toggle("on", tab.dataset.tab === name || (name === "trace" && tab.dataset.tab === "requests"));
   }
@@ -36,14 +36,16 @@ async function watchState() {
     const health = await fetch("readyz", { cache: "no-store" });
     pill.textContent = health.ok ? "ready" : "not ready";
     pill.className = `pill ${health.ok ? "good" : "bad"}`;
-    const models = (await getJson("v1/models")).data;
-    document.getElementById("model").textContent = models.map((model) => model.id).join(", ");
-  } catch (error) {
-    if (error.status === undefined) {
-      pill.textContent = "no answer";
-      pill.className = "pill bad";
-    }
+  } catch {
+    pill.textContent = "no answer";
+    pill.className = "pill bad";
   }
+}
+
+async function nameModels() {
+  try {
+    document.getElementById("model").textContent = (await getJson("v1/models")).data.map((model) => model.id).join(", ");
+  } catch { /* the view says what is wrong */ }
 }
 
 const box = document.getElementById("key");
@@ -54,10 +56,11 @@ document.getElementById("key-form").addEventListener("submit", (event) => {
 });
 box.addEventListener("change", () => {
   setKey(box.value);
-  watchState();
+  nameModels();
   route();
 });
 window.addEventListener("hashchange", route);
 setInterval(watchState, 5000);
 watchState();
+nameModels();
 route();

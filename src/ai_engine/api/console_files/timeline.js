@@ -50,7 +50,7 @@ export function timeline(rows, end, picked = null) {
         const last = row.bars[row.bars.length - 1];
         const end = last ? x(last.at + last.seconds) + 6 : LEFT;
         const inside = end > width - 90;
-        parts.push(s("text", { class: "muted", x: inside ? width - RIGHT - 4 : Math.max(end, LEFT + 4), y: y + 16, "text-anchor": inside ? "end" : "start" }, row.note));
+        parts.push(s("text", { class: "muted note", x: inside ? width - RIGHT - 4 : Math.max(end, LEFT + 4), y: y + 16, "text-anchor": inside ? "end" : "start" }, row.note));
       }
     });
     svg.replaceChildren(...parts);

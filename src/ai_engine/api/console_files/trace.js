@@ -107,7 +107,7 @@ function stepPanel(step, closing) {
   const drawn = timeline([...lanes].sort((a, b) => a[0] - b[0]).map(([thread, bars]) => ({ name: `thread ${thread}`, bars })), end);
   closing.push(drawn.close);
   const longest = Math.max(...ops.map((op) => op.seconds));
-  panel.append(drawn.svg, opLegend(ops), h("div", { id: "layers" }, layers.map((layer) => layerDetails(layer, longest, layers.length <= 3))));
+  panel.append(drawn.svg, opLegend(ops), h("div", { id: "layers" }, layers.map((layer) => layerDetails(layer, longest, layers.length <= 4))));
   return panel;
 }
 
