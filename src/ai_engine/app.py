@@ -119,6 +119,7 @@ def engine_options(config: EngineConfig, eos_ids: frozenset[int] = frozenset()) 
         page_tokens=config.page_tokens,
         eviction=config.eviction,
         prefix_cache=config.prefix_cache,
+        approximate_head=config.approximate_head,
         eos_ids=tuple(sorted(eos_ids)),
     )
 

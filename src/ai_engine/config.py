@@ -42,6 +42,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["off", "lookup"],
         Meta(description="lookup: guess tokens that the prompt or answer held before; changes speed, not answers"),
     ] = "lookup"
+    approximate_head: Annotated[
+        bool,
+        Meta(
+            description="APPROXIMATE: greedy and top_k <= 32 find the best tokens with half of a Q8_0 head's bits and "
+            "multiply only those exactly; a better one may be missed"
+        ),
+    ] = False
     kernels: Annotated[
         Literal["cpu", "reference"], Meta(description="cpu: compiled kernels; reference: NumPy, slow, for comparison")
     ] = "cpu"
@@ -131,7 +138,8 @@ def check_serve(config: ServeConfig) -> ServeConfig:
     _at_least("trace_memory", config.trace_memory, 1 << 20)
     if config.otlp_endpoint and not config.otlp_endpoint.startswith(("http://", "https://")):
         raise ConfigError(
-            f"--otlp-endpoint is {config.otlp_endpoint!r}; use a URL such as http://127.0.0.1:4318", param="otlp_endpoint"
+            f"--otlp-endpoint is {config.otlp_endpoint!r}; use a URL such as http://127.0.0.1:4318",
+            param="otlp_endpoint",
         )
     if not 0 < config.step_target_ms <= MAX_S * 1000:
         raise ConfigError(f"--step-target-ms is {config.step_target_ms}; use a positive time", param="step_target_ms")

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from ai_engine.ports.errors import UnsupportedModel
 from ai_engine.ports.runtime import Work
+from ai_engine.ports.sampling import SamplingParams
 from ai_engine.runtime.engine import Engine
 from tests.conftest import ROOT
 from tests.golden.tiny_gguf import TYPES
@@ -120,6 +122,38 @@ def test_int8_keys_and_values(target: str, architecture: str, folder: Path) -> N
     with engine_of(path, threads=2, target=target) as engine:
         assert page_bytes < 0.54 * engine.plan.page_bytes
         assert [alone(engine, ask).bits for ask in asked] != [answer.bits for answer in solo]
+
+
+@pytest.mark.parametrize("target", ["auto", "avx2"])
+def test_approximate_head(target: str, tmp_path: Path) -> None:
+    """A screened row's answer is its own, whoever stands beside it; who may not be screened gets the exact answer."""
+    needs_target(target)
+    path = write_model(tmp_path, "llama", "Q8_0", vocab=5000)
+    exact = asks(8, NUM_TOKENS)
+    kinds = [SamplingParams(temperature=0.0, seed=1, max_tokens=NUM_TOKENS)]
+    kinds.append(SamplingParams(temperature=1.5, top_k=32, seed=2, max_tokens=NUM_TOKENS))
+    asked = [Ask(ask.prompt, kinds[number // 3 % 2]) if number % 3 else ask for number, ask in enumerate(exact)]
+    with engine_of(path, threads=1, target=target) as engine:
+        want = [alone(engine, ask) for ask in asked]
+        assert_same(in_company(engine, asked, 2), want, "an exact head")
+    with engine_of(path, threads=1, target=target, approximate_head=True) as engine:
+        solo = [alone(engine, ask) for ask in asked]
+        assert_same(in_company(engine, asked, 2), solo, "batch on one thread")
+        assert_same(solo[::3], want[::3], "rows with logprobs")
+        slots = [slot.kernel for slot in engine.program.slots]
+        assert slots[-4:-1] == ["matmul_q8_0_split", "matmul_q8_0_screen", "refine_head"]
+    with engine_of(path, threads=2, target=target, approximate_head=True) as engine:
+        check_engine(engine, asked, solo, CHUNKS)
+    assert sum(a.tokens == b.tokens for a, b in zip(solo, want, strict=True)) >= 6
+
+
+def test_approximate_head_needs_q8_0(folder: Path) -> None:
+    path = write_model(folder, "llama", "Q4_K")
+    with (
+        pytest.raises(UnsupportedModel, match=r"--approximate-head needs.*Q8_0.*Q4_K"),
+        engine_of(path, approximate_head=True),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("threads", [3, 4])

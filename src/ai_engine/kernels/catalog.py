@@ -91,6 +91,9 @@ def check(call: Call, resources: Resources) -> None:
             if len(specs) > 1:
                 need(specs[1].cols == w.rows, "bias of the output's columns")
                 need(not call.attrs.get("accumulate", False), "a bias or accumulate, not both")
+            if call.attrs.get("screen", False):
+                need(w.screened and len(specs) == 1, "a screened weight without a bias")
+                need(outs[0].rows == "logits" and not call.attrs.get("accumulate", False), "fresh logits rows")
         case "add":
             need(f32((*ins, *outs)) and len({*cols_in, *cols_out}) == 1, "f32 of the same columns")
         case "rope_store" | "attention":

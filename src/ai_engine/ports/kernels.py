@@ -28,6 +28,11 @@ the same buffer where the formula is row-wise.
 
 When qkv comes from weights of different types, several matmul calls write column ranges of one buffer: an
 ``out_col`` attr says where. With a BF16, F16 or F32 weight the input stays f32; others take "act".
+
+A matmul of logits rows may have the attr ``screen`` (approximate, never by default): rows of which only the best tokens
+matter may then have -inf for all tokens but some that a rough product found best; those are exact. Such a row is greedy
+or has 0 < top_k <= ports.sampling.MAX_SCREENED_TOP_K, and has no logprobs, bias, penalties, mask or forced token. Which
+rows are screened depends on their own sampling alone. An implementation may ignore it.
 """
 
 from __future__ import annotations
@@ -68,12 +73,14 @@ class Buffer(msgspec.Struct, frozen=True):
 
 
 class WeightSpec(msgspec.Struct, frozen=True):
-    """A packed weight: ``rows`` outputs by ``cols`` inputs in one stored type; vectors (norm, bias) are F32, rows 1."""
+    """A packed weight: ``rows`` outputs by ``cols`` inputs in one stored type; vectors (norm, bias) are F32, rows 1.
+    ``screened``: a Q8_0 head that a matmul with ``screen`` reads; packed so that half of it gives a rough answer."""
 
     name: str
     dtype: DType
     rows: int
     cols: int
+    screened: bool = False
 
 
 class KvShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,9 @@ import msgspec
 MAX_LOGPROBS = 20
 """The largest ``top_logprobs`` of the OpenAI API; the sampler kernel keeps room for as many."""
 
+MAX_SCREENED_TOP_K = 32
+"""A row that draws among more tokens than these is never answered by a screened head (see ports.kernels)."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Already validated: doors check ranges (and raise InvalidValue) before they build one.

@@ -65,10 +65,11 @@ class Weight:
     parts: tuple[Part, ...]
     interleave: int = 0
     offset: float = 0.0
+    screened: bool = False
 
     @property
     def spec(self) -> WeightSpec:
-        return WeightSpec(self.name, self.dtype, self.rows, self.cols)
+        return WeightSpec(self.name, self.dtype, self.rows, self.cols, self.screened)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Protocol
 
+from ai_engine.ports.errors import UnsupportedModel
 from ai_engine.ports.kernels import BufferType
+from ai_engine.ports.model import DType
 from ai_engine.runtime.ir import FLOAT_DTYPES, Graph, Op, Part, Stage, Value, Weight, verify
 
 
@@ -261,6 +263,28 @@ class DropDead:
 
     def run(self, graph: Graph) -> Graph:
         return _without_dead(graph)
+
+
+@dataclass(frozen=True)
+class ScreenHead:
+    """The output head answers rows of which only the best tokens matter approximately (``screen``, ports.kernels).
+    Never one of the default passes. Raises UnsupportedModel for a head that is not Q8_0."""
+
+    before: ClassVar[Stage] = "quantised"
+    after: ClassVar[Stage] = "quantised"
+
+    def run(self, graph: Graph) -> Graph:
+        sampled = graph.ops[-1].operands[0]
+        (head,) = (op for op in graph.ops if op.result is not None and op.result.id == sampled.id)
+        weight = graph.weights[head.weights[0]]
+        if weight.dtype is not DType.Q8_0 or len(head.weights) > 1:
+            raise UnsupportedModel(
+                f"--approximate-head needs an output head of type Q8_0, but {weight.name} is {weight.dtype.value}; "
+                "leave the flag out"
+            )
+        screened = replace(head, attrs={**head.attrs, "screen": True})
+        weights = {**graph.weights, weight.name: replace(weight, screened=True)}
+        return replace(graph, weights=weights, ops=tuple(screened if op is head else op for op in graph.ops))
 
 
 DEFAULT_PASSES: Final[tuple[Pass, ...]] = (

@@ -19,7 +19,7 @@ from ai_engine.ports.runtime import Limits
 from ai_engine.runtime.ir import Graph
 from ai_engine.runtime.lower import Lowered, lower
 from ai_engine.runtime.models import build_graph
-from ai_engine.runtime.passes import DEFAULT_PASSES, Pass, compile_graph
+from ai_engine.runtime.passes import DEFAULT_PASSES, Pass, ScreenHead, compile_graph
 from ai_engine.runtime.weights import arena_offsets
 
 DEFAULT_CONTEXT: Final = 8192
@@ -46,6 +46,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = 32
     eviction: str = "lru"
     prefix_cache: bool = True
+    approximate_head: bool = False
     eos_ids: tuple[int, ...] = ()
 
 
@@ -104,7 +105,8 @@ def make_plan(
 ) -> EnginePlan:
     """Compile the graph and do the sums. Raises UnsupportedModel, or ConfigError that names the flag to change."""
     config = file.config
-    graph = compile_graph(build_graph(config, file.tensors), passes, watch)
+    more = (ScreenHead(),) if options.approximate_head else ()
+    graph = compile_graph(build_graph(config, file.tensors), (*passes, *more), watch)
     rows, logit_rows, lowered = step_rows(graph, kernels, options)
     shape = KvShape(
         num_layers=config.num_layers,

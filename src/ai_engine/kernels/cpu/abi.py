@@ -41,6 +41,7 @@ HEADER_FIELDS: Final[dict[str, str]] = {
     "T": "i64",  # token rows
     "S": "i64",  # sequences
     "R": "i64",  # logits rows
+    "screened": "i64",  # how many of them, the first ones, a screened head may answer
     "step": "i64",
     "token_ids": "ptr",  # i32[T]
     "positions": "ptr",  # i32[T]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ai_engine.kernels import catalog
-from ai_engine.kernels.cpu import abi, attention, build, matmul, pack, sample
+from ai_engine.kernels.cpu import abi, attention, build, matmul, pack, sample, screen
 from ai_engine.kernels.cpu.executor import SPIN_US, Clock, Contexts, Rings, aligned
 from ai_engine.kernels.cpu.formats import ActLayout
 from ai_engine.kernels.cpu.kv import KvLayout, kv_lanes
@@ -27,6 +27,7 @@ from ai_engine.ports.kernels import (
     KvShape,
     Program,
     Resources,
+    SampleBatch,
     SampleOut,
     Slot,
     StepBatch,
@@ -71,6 +72,7 @@ class StepArrays:
             top_token=np.zeros((rows, MAX_LOGPROBS), np.int32),
             top_logprob=np.zeros((rows, MAX_LOGPROBS), np.float32),
         )
+        self.order: npt.NDArray[np.intp] | None = None  # of this step's logits rows, where screened ones come first
         self.held: list[npt.NDArray[np.generic]] = []  # the batch's own arrays that this step's header points at
         self.row_seq_address = int(self.row_seq.ctypes.data)
         self.each_row_address = int(self.each_row.ctypes.data)
@@ -87,14 +89,15 @@ class StepArrays:
         for name, array in arrays.items():
             header[HEADER.index[name]] = array.ctypes.data
 
-    def fill(self, header: U64, batch: StepBatch) -> tuple[int, int]:
-        """Copy a step's integers and write its sizes; returns (T, R)."""
+    def fill(self, header: U64, batch: StepBatch, screens: bool = False) -> tuple[int, int]:
+        """Copy a step's integers and write its sizes; returns (T, R). ``screens``: the program has a screened head."""
         tokens, seqs, rows = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
         self.token_ids[:tokens] = batch.token_ids
         self.positions[:tokens] = batch.positions
         self.seq_start[: seqs + 1] = batch.seq_start
         self.context_len[:seqs] = batch.context_len
         self.logit_rows[:rows] = batch.logit_rows
+        self.order, header[_SCREENED] = None, 0
         if seqs == tokens and bool((self.seq_start[:tokens] == self.each_row[:tokens]).all()):
             row_seq = self.each_row_address
         else:
@@ -110,6 +113,8 @@ class StepArrays:
                 array[:rows] = getattr(sample, name)
             self.history_start[: rows + 1] = sample.history_start
             self.bias_start[: rows + 1] = sample.bias_start
+            if screens:
+                header[_SCREENED] = self._screened_first(rows, batch.sample)
             for name, dtype in RAGGED.items():
                 array = np.ascontiguousarray(getattr(sample, name), dtype)
                 self.held.append(array)
@@ -117,7 +122,33 @@ class StepArrays:
             header[_MASK_STRIDE] = sample.masks.shape[1]
         return tokens, rows
 
+    def _screened_first(self, rows: int, sample: SampleBatch) -> int:
+        """Order the logits rows so; returns how many there are. A screened row has no bias and no history, so the
+        ragged lists stay as they are."""
+        chosen = screen.screenable(sample)
+        count = int(chosen.sum())
+        if 0 < count < rows:
+            self.order = order = np.argsort(~chosen, kind="stable")
+            for array in (self.logit_rows, *self.per_row.values()):
+                array[:rows] = array[:rows][order]
+            for starts in (self.history_start, self.bias_start):
+                lengths = np.diff(starts[: rows + 1])[order]
+                starts[0] = 0
+                np.cumsum(lengths, out=starts[1 : rows + 1])
+        return count
 
+    def output(self, rows: int) -> SampleOut:
+        """Views of the step's outputs, in the batch's order."""
+        out = self.out
+        columns = out.token[:rows], out.logprob[:rows], out.top_token[:rows], out.top_logprob[:rows]
+        if self.order is not None:
+            for column in columns:
+                column[self.order] = column.copy()
+        token, logprob, top_token, top_logprob = columns
+        return SampleOut(token=token, logprob=logprob, top_token=top_token, top_logprob=top_logprob)
+
+
+_SCREENED = HEADER.index["screened"]
 _T, _S, _R, _STEP, _ROW_SEQ, _PAGE_TABLE, _PAGE_STRIDE, _MASK_STRIDE = (
     HEADER.index[n] for n in ("T", "S", "R", "step", "row_seq", "page_table", "page_stride", "mask_stride")
 )
@@ -137,6 +168,7 @@ class CpuProgram:
     table: U64  # [n, abi.SLOT_WORDS]
     counters: npt.NDArray[np.int64]  # zeroed before each step
     arrays: StepArrays
+    screens: bool  # some head is
     calls: Sequence[Call]
     resources: Resources
     held: tuple[npt.NDArray[np.generic], ...]
@@ -228,20 +260,27 @@ class CpuKernels:
         sizes = [binder.workspace_bytes(call) for call in calls]
         workspace = aligned(max(sizes, default=0), 64)
         binder.workspace = _address(workspace)
-        table = np.zeros((len(calls), abi.SLOT_WORDS), np.uint64)
-        slots, blocks = [], []
-        for i, call in enumerate(calls):
-            kernel, block, detail = binder.bind(call, self._definitions)
-            blocks.append(block)
-            flags = abi.SLOT_BARRIER if call.barrier and i + 1 < len(calls) else 0  # the team ends the last one
-            table[i] = self._loaded.address(kernel), block.ctypes.data, flags, i
-            slots.append(Slot(op=call.op, layer=call.layer, kernel=kernel, detail=detail))
+        slots: list[Slot] = []
+        blocks: list[U64] = []
+        rows_of_table: list[tuple[int, ...]] = []
+        for call in calls:
+            bound = binder.bind(call, self._definitions)
+            for kernel, block in bound:
+                blocks.append(block)
+                barrier = call.barrier or len(bound) > 1
+                flags = abi.SLOT_BARRIER if barrier else 0
+                rows_of_table.append((self._loaded.address(kernel), block.ctypes.data, flags, len(slots)))
+                slots.append(Slot(op=call.op, layer=call.layer, kernel=kernel, detail=binder.detail(call)))
+        table = np.array(rows_of_table, np.uint64).reshape(-1, abi.SLOT_WORDS)
+        if len(table):
+            table[-1, 2] = 0  # the team ends the last one
         return CpuProgram(
             slots=slots,
             workspace_bytes=workspace.nbytes,
             table=table,
-            counters=aligned(len(calls) * abi.COUNTER_STRIDE, 128).view(np.int64),
+            counters=aligned(len(slots) * abi.COUNTER_STRIDE, 128).view(np.int64),
             arrays=StepArrays(resources),
+            screens=any(call.attrs.get("screen", False) for call in calls),
             calls=tuple(calls),
             resources=resources,
             held=(workspace, *blocks),
@@ -256,19 +295,13 @@ class CpuKernels:
             contexts.use(program.table, program.counters)
             arrays.bind(contexts.header)
             self._bound = program
-        tokens, rows = arrays.fill(contexts.header, batch)
+        tokens, rows = arrays.fill(contexts.header, batch, program.screens)
         if not self.recording:
             contexts.header[_STEP] = _NOT_RECORDED
         if tokens and len(program.table):
             program.counters.fill(0)
             self._team.run(self._run_slots, contexts.addresses)
-        out = arrays.out
-        return SampleOut(
-            token=out.token[:rows],
-            logprob=out.logprob[:rows],
-            top_token=out.top_token[:rows],
-            top_logprob=out.top_logprob[:rows],
-        )
+        return arrays.output(rows)
 
     def close(self) -> None:
         """Ends the rings, and the team if it was given away (``owns_team``)."""
@@ -289,7 +322,7 @@ def _vector_bytes(spec: WeightSpec) -> int:
 
 
 class _Binder:
-    """Turns a call into (kernel, argument block, detail)."""
+    """Turns a call into (kernel, argument block)s: one, but for a screened head."""
 
     def __init__(self, target: Target, resources: Resources, layout: KvLayout) -> None:
         self.target, self.resources, self.layout = target, resources, layout
@@ -319,17 +352,17 @@ class _Binder:
             return sample.workspace_bytes(self.target, self.resources.max_logit_rows, self.resources.vocab_size)
         return 0
 
-    def bind(self, call: Call, definitions: dict[str, Record]) -> tuple[str, U64, str]:
+    def bind(self, call: Call, definitions: dict[str, Record]) -> list[tuple[str, U64]]:
         if call.op == "attention":
-            kernel, block = self._attention(call)
-        elif call.op == "sample":
-            kernel, block = self._sample(call)
-        else:
-            kernel, values = getattr(self, f"_{call.op}")(call)
-            block = definitions[kernel].pack(**values)
-        return kernel, block, self._detail(call)
+            return [self._attention(call)]
+        if call.op == "sample":
+            return [self._sample(call)]
+        parts = [getattr(self, f"_{call.op}")(call)]
+        if call.attrs.get("screen", False):
+            parts += [self._matmul(call, "screen"), self._refine(call)]
+        return [(kernel, definitions[kernel].pack(**values)) for kernel, values in parts]
 
-    def _detail(self, call: Call) -> str:
+    def detail(self, call: Call) -> str:
         """As "R x 576 -> 49152 Q8_0 output.weight"."""
         types = [b.type for b in (*call.inputs, *call.outputs)]
         rows = "R" if types[-1].rows == "logits" else "T"
@@ -348,7 +381,7 @@ class _Binder:
     def _embed(self, call: Call) -> tuple[str, dict[str, Number]]:
         spec, packed = self.resources.weights[call.weights[0]]
         out = call.outputs[0]
-        return f"embed_{spec.dtype.value.lower()}", {
+        return f"embed_{spec.dtype.value.lower()}{'_split' if spec.screened else ''}", {
             "table": _address(packed),
             "out": self.at(out),
             "cols": out.type.cols,
@@ -391,7 +424,7 @@ class _Binder:
         }
         return f"glu_{call.attrs['act']}{_suffix(call)}", values
 
-    def _matmul(self, call: Call) -> tuple[str, dict[str, Number]]:
+    def _matmul(self, call: Call, view: str = "") -> tuple[str, dict[str, Number]]:
         x, out = call.inputs[0], call.outputs[0]
         spec, packed = self.resources.weights[call.weights[0]]
         assert not _is_vector(spec), f"{spec.name}: a matmul weight has more than one row"
@@ -406,7 +439,17 @@ class _Binder:
             bias=self.weight(call.weights[1]) if len(call.weights) > 1 else 0,
             accumulate=bool(call.attrs.get("accumulate", False)),
             logits=out.type.rows == "logits",
+            view=view,
         )
+
+    def _refine(self, call: Call) -> tuple[str, dict[str, Number]]:
+        """Logits of the screened rows, once the rough product is there."""
+        spec, packed = self.resources.weights[call.weights[0]]
+        out = call.outputs[0]
+        return screen.refine_head.name, {
+            "logits": self.at(out), "stride": out.type.cols, "vocab": self.resources.vocab_size,
+            "x": self.at(call.inputs[0]), "w": _address(packed), "cols": spec.cols, "rows": spec.rows,
+        }  # fmt: skip
 
     def _rope_store(self, call: Call) -> tuple[str, dict[str, Number]]:
         table = self.resources.rope_tables[str(call.attrs["rope_table"])]

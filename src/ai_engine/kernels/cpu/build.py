@@ -34,7 +34,7 @@ from ai_engine.kernels.cpu.lang import TARGETS, KernelDef, Module, Target, detec
 from ai_engine.ports.errors import EngineError
 from ai_engine.ports.progress import Progress, no_progress
 
-MODULES = ("executor", "elementwise", "matmul", "attention", "sample")
+MODULES = ("executor", "elementwise", "matmul", "attention", "sample", "screen")
 """Modules of this package with a ``KERNELS: Sequence[KernelDef]``."""
 
 _MAGIC = b"ai-engine kernels\n"

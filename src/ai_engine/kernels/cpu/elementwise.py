@@ -47,15 +47,15 @@ def _group(k: Kernel, body: Callable[[int], Value]) -> list[Value]:
 # embed, gather
 
 
-def _embed(dtype: DType) -> KernelDef:
-    @kernel(f"embed_{dtype.value.lower()}", table="ptr", out="ptr", cols="i64", scale="f32")
+def _embed(dtype: DType, view: str = "") -> KernelDef:
+    @kernel(f"embed_{dtype.value.lower()}{'_' if view else ''}{view}", table="ptr", out="ptr", cols="i64", scale="f32")
     def embed(k: Kernel) -> None:
         ids = k.array(k.header.token_ids, "i32")
         with k.work_items(k.header.T) as t:
             out = k.array(k.arg.out, "f32").shift(t * k.arg.cols)
             row = ids[t].sext("i64")
             emit_dequantize_row(
-                k, dtype, k.arg.table, k.arg.cols, row, lambda i, x: out.store(i, x * k.arg.scale)
+                k, dtype, k.arg.table, k.arg.cols, row, lambda i, x: out.store(i, x * k.arg.scale), view
             )  # fmt: skip
 
     return embed
@@ -263,6 +263,7 @@ def _rope_store(e: KvElement, with_norm: bool) -> KernelDef:
 
 KERNELS: tuple[KernelDef, ...] = (
     *(_embed(dtype) for dtype in DType),
+    _embed(DType.Q8_0, "split"),
     gather,
     rms_norm,
     rms_norm_act,

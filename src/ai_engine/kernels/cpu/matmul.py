@@ -60,8 +60,8 @@ SPAN_TOKENS = 64
 """Tokens of one work item at most."""
 
 
-def kernel_name(dtype: DType) -> str:
-    return f"matmul_{dtype.value.lower()}"
+def kernel_name(dtype: DType, view: str = "") -> str:
+    return f"matmul_{dtype.value.lower()}{'_' if view else ''}{view}"
 
 
 def bind(
@@ -76,12 +76,14 @@ def bind(
     bias: int = 0,
     accumulate: bool = False,
     logits: bool = False,
+    view: str = "",
 ) -> tuple[str, dict[str, Number]]:
-    """The kernel and its arguments for a packed weight; addresses in bytes, strides in floats."""
+    """The kernel and its arguments for a packed weight; addresses in bytes, strides in floats. ``view``: of a split
+    weight, the default is "split" (exact) and "screen" the rough product of the screened rows."""
     layout = PackedLayout.of(spec, lanes)
     assert not (bias and accumulate), spec
     assert layout.is_float or spec.cols <= MAX_COLS, spec
-    return kernel_name(spec.dtype), {
+    return kernel_name(spec.dtype, view or ("split" if spec.screened else "")), {
         "x": x,
         "x_stride": x_stride,
         "w": w,
@@ -106,6 +108,9 @@ class Format:
     that every offset is 128 and one stored sum serves all (vnni only); the step is divided by it, exactly."""
 
     dtype: DType
+    view: str = ""
+    """Of a split Q8_0: "split" reads both planes; "screen" the high nibbles h alone, as 16 h - 120.5 instead of the
+    byte 16 h + l - 128."""
 
     @property
     def k_quant(self) -> bool:
@@ -113,12 +118,12 @@ class Format:
 
     @property
     def has_min(self) -> bool:
-        return self.dtype in (DType.Q4_1, DType.Q5_1, DType.Q4_K, DType.Q5_K)
+        return self.view == "screen" or self.dtype in (DType.Q4_1, DType.Q5_1, DType.Q4_K, DType.Q5_K)
 
     @property
     def signed(self) -> bool:
         """Codes are signed bytes, as stored or from a codebook; on vnni they are taken 128 larger."""
-        return self.dtype is DType.Q8_0 or self.dtype in CODEBOOK
+        return self.view != "screen" and (self.dtype is DType.Q8_0 or self.dtype in CODEBOOK)
 
     @property
     def offset(self) -> int:
@@ -126,7 +131,20 @@ class Format:
 
     @property
     def bits(self) -> int:
-        return int(self.dtype.value.removeprefix("I")[1])
+        return 4 if self.view == "screen" else int(self.dtype.value.removeprefix("I")[1])
+
+    @property
+    def whole_bytes(self) -> bool:
+        """Codes are whole bytes in memory."""
+        return self.dtype is DType.Q8_0 and not self.view
+
+    @property
+    def name(self) -> str:
+        return kernel_name(self.dtype, self.view)
+
+    def layout(self, lanes: int) -> PackedLayout:
+        """For steps and units, which no size enters."""
+        return PackedLayout(self.dtype, 1, 256, lanes, bool(self.view))
 
     @property
     def shift(self) -> int:
@@ -143,11 +161,22 @@ def _move(x: Value, left: int) -> Value:
     return x << left if left > 0 else x.lshr(-left) if left < 0 else x
 
 
-def _nibble_pair(k: Kernel, f: Format, body: Value, i: int, shift: int) -> tuple[Value, Value]:
-    """Codes of columns 4i.. and 16+4i.. as i32 vectors, times 2^shift. ``body``: this row block's group."""
-    n = k.lanes
+@dataclass(frozen=True)
+class Body:
+    """A row block's codes of one group; of a split format the low nibbles are at ``low``."""
+
+    at: Value
+    low: Value
+
+
+def _nibble_pair(k: Kernel, f: Format, where: Body, i: int, shift: int) -> tuple[Value, Value]:
+    """Codes of columns 4i.. and 16+4i.. as i32 vectors, times 2^shift."""
+    n, body = k.lanes, where.at
     planes = {5: 4 * n, 6: 8 * n}.get(f.bits, 0)
     v = k.load(body + (planes + 4 * n * i), "i32", n)
+    if f.view == "split":
+        low, nibble = k.load(where.low + 4 * n * i, "i32", n), _dwords(k, 15)
+        return (low & nibble) | ((v & nibble) << 4), (low.lshr(4) & nibble) | (v & ~nibble)
     mask = _dwords(k, 15 << shift)
     low, high = _move(v, shift) & mask, _move(v, shift - 4) & mask
     if f.bits == 5:
@@ -168,23 +197,24 @@ def _look_up(k: Kernel, f: Format, index: Value, plus: int = 0) -> Value:
     return k.shuffle_bytes(k.const_vec("i8", table * (index.lanes // 16)), index)
 
 
-def _signed_codes(k: Kernel, f: Format, body: Value) -> Iterator[tuple[int, Value]]:
+def _signed_codes(k: Kernel, f: Format, body: Body) -> Iterator[tuple[int, Value]]:
     """(j, i8 codes of columns 4j..) of a signed format, each made when it is asked for."""
     n = k.lanes
-    if f.dtype is DType.Q8_0:
+    if f.whole_bytes:
         for j in range(8):
-            yield j, k.load(body + 4 * n * j, "i8", 4 * n)
+            yield j, k.load(body.at + 4 * n * j, "i8", 4 * n)
         return
     for i in range(4):
-        for h, index in enumerate(_nibble_pair(k, f, body, i, 0)):
-            yield 4 * h + i, _look_up(k, f, index.bitcast("i8"))
+        for h, code in enumerate(_nibble_pair(k, f, body, i, 0)):
+            signed = (code ^ _dwords(k, 0x80)).bitcast("i8") if f.view else _look_up(k, f, code.bitcast("i8"))
+            yield 4 * h + i, signed
 
 
-def _codes(k: Kernel, f: Format, body: Value, mode: str) -> list[Value]:
+def _codes(k: Kernel, f: Format, body: Body, mode: str) -> list[Value]:
     """All eight code vectors, i8, for a four-way dot product: unsigned for vnni, signed for sdot."""
     n = k.lanes
-    if f.dtype is DType.Q8_0:
-        words = [k.load(body + 4 * n * j, "i32", n) for j in range(8)]
+    if f.whole_bytes:
+        words = [k.load(body.at + 4 * n * j, "i32", n) for j in range(8)]
         if mode == "vnni":
             words = [w ^ _dwords(k, 0x80) for w in words]
         return [w.bitcast("i8") for w in words]
@@ -193,7 +223,7 @@ def _codes(k: Kernel, f: Format, body: Value, mode: str) -> list[Value]:
     if f.dtype in CODEBOOK:
         return [_look_up(k, f, c, 128 if mode == "vnni" else 0) for c in codes]
     if mode == "sdot" and f.offset:
-        codes = [c - f.offset for c in codes]
+        codes = [c ^ -128 if f.signed else c - f.offset for c in codes]
     return codes
 
 
@@ -216,19 +246,23 @@ def _half(k: Kernel, ptr: Value) -> Value:
 
 @contextmanager
 def _groups(
-    k: Kernel, f: Format, weights: Sequence[Value], body_offset: Value, first: Value, last: Value, mode: str
-) -> Iterator[tuple[Value, list[Value], list[Callable[[], Scales]]]]:
+    k: Kernel, f: Format, weights: Sequence[Value], body_offset: Value, groups: Value, first: Value, last: Value,
+    mode: str,
+) -> Iterator[tuple[Value, list[Body], list[Callable[[], Scales]]]]:  # fmt: skip
     """Loop over groups of 32 columns: (group, each row block's body, each row block's scales when asked for)."""
     n = k.lanes
-    layout = PackedLayout(f.dtype, 1, 256, n)
+    layout = f.layout(n)
     factor = 2.0 ** -(f.shift if mode == "vnni" else 0)
 
-    def bodies(g: Value) -> list[Value]:
-        return [w + body_offset + g * layout.body_step for w in weights]
+    def bodies(g: Value) -> list[Body]:
+        starts = [w + body_offset + g * layout.plane_step for w in weights]
+        return [Body(at, at + groups * layout.plane_step if f.view == "split" else at) for at in starts]
 
     def simple(head: Value) -> Callable[[], Scales]:
         def load() -> Scales:
             step = _half(k, head)
+            if f.view == "screen":
+                return Scales(step * 16.0, step * -120.5)
             if factor != 1.0:
                 step = step * factor
             return Scales(step, _half(k, head + 2 * n) if f.has_min else None)
@@ -308,7 +342,7 @@ def _finish(k: Kernel, acc: Var, total: Value, s: Scales, tokens: _Tokens, c: in
 
 
 def _dot_group(
-    k: Kernel, f: Format, mode: str, bodies: list[Value], scales: list[Callable[[], Scales]], tokens: _Tokens,
+    k: Kernel, f: Format, mode: str, bodies: list[Body], scales: list[Callable[[], Scales]], tokens: _Tokens,
     accs: list[list[Var]],
 ) -> None:  # fmt: skip
     """One group on targets with a four-way dot product: all codes decoded once, then token after token."""
@@ -339,7 +373,7 @@ def _dot_group(
 
 
 def _maddubs_group(
-    k: Kernel, f: Format, bodies: list[Value], scales: list[Callable[[], Scales]], tokens: _Tokens,
+    k: Kernel, f: Format, bodies: list[Body], scales: list[Callable[[], Scales]], tokens: _Tokens,
     accs: list[list[Var]],
 ) -> None:  # fmt: skip
     """One group on AVX2: two code vectors at a time, each used for all tokens, so that C = 4 fits 16 registers."""
@@ -401,7 +435,7 @@ def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
     stage = k.scratch if tile.staged else None
     outliers = _list_outliers(k, f, p, num_tokens)
     groups = p["cols"].lshr(5)
-    layout = PackedLayout(f.dtype, 1, 256, n)
+    layout = f.layout(n)
     head_bytes = p["cols"].lshr(8 if f.k_quant else 5) * layout.head_step
     body_offset = (head_bytes + 63) & -64
     body_end = body_offset + groups * layout.body_step
@@ -416,17 +450,17 @@ def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
             outs = [p["out"] + (b + r) * (4 * n) for r in range(num_blocks)]
             valid = p["rows"] - (b + num_blocks - 1) * n  # of the last row block; the others are whole
             _start(k, accs, outs, valid, is_first, p["bias"], b, p["out_stride"], p["accumulate"])
-            with _groups(k, f, weights, body_offset, first, last, mode) as (g, bodies, scales):
+            with _groups(k, f, weights, body_offset, groups, first, last, mode) as (g, bodies, scales):
                 tiles = [p["x"] + groups * (256 * q) + g * 256 for q in range(-(-num_tokens // 4))]
                 records = [tiles[c // 4] + (c % 4) * 64 for c in range(num_tokens)]
                 staged = None if stage is None else stage + (g - first) * (num_tokens * 32 * n)
                 tokens = _Tokens(k, records, staged)
                 head_step = layout.head_step // (8 if f.k_quant else 1)
-                if stage is None:
+                if stage is None and f.view != "screen":
                     step = layout.body_step + head_step
                     _prefetch(k, [w + (body_offset + PREFETCH_BYTES) + g * step for w in weights], step)
                 else:  # this range of columns of the next row block
-                    _prefetch(k, [body + block_bytes for body in bodies], layout.body_step)
+                    _prefetch(k, [body.at + block_bytes for body in bodies], layout.plane_step)
                     _prefetch(k, [w + block_bytes + g * head_step for w in weights], head_step)
                 if mode == "maddubs":
                     _maddubs_group(k, f, bodies, scales, tokens, accs)
@@ -551,7 +585,7 @@ def _list_outliers(k: Kernel, f: Format, p: dict[str, Value], num_tokens: int) -
     def emit(k: Kernel, ctx: Value, cols: Value, num_tokens: Value, num_found: Value, out_stride: Value) -> Value:
         n = k.lanes
         columns, uses, weights = _lists(k, cols.lshr(5) * num_tokens)
-        layout = PackedLayout(f.dtype, 1, 256, n)
+        layout = f.layout(n)
         body_offset = (cols.lshr(8 if f.k_quant else 5) * layout.head_step + 63) & -64
         found = k.array(weights, "i64")  # there are no weights yet
         seen, num_columns = k.array(k.scratch + _SEEN_AT, "i64"), k.var(k.i64(0))  # of each column: group, number
@@ -560,14 +594,18 @@ def _list_outliers(k: Kernel, f: Format, p: dict[str, Value], num_tokens: int) -
             word = found[i]
             column, c, g = word.lshr(32) & 31, word.lshr(37) & 15, word.lshr(41)
             byte, quad, half = (column & 3) << 3, column.lshr(2) & 3, column.lshr(4)
-            body = body_offset + g * layout.body_step
+            body = body_offset + g * layout.plane_step
             fields = {"step": (g.lshr(3) if f.k_quant else g) * layout.head_step}
             if f.dtype is DType.Q6_K:
                 fields["sub_step"] = fields["step"] + ((g & 7) * (2 * n) + half * n + 2 * n)
             elif f.k_quant:
                 fields["sub_step"] = fields["step"] + ((g & 7) * (2 * n) + 4 * n)
-            if f.dtype is DType.Q8_0:
+            if f.whole_bytes:
                 fields |= {"code": body + column.lshr(2) * (4 * n), "shift": 24 - byte}
+            elif f.view == "split":
+                at, shift = body + quad * (4 * n), byte + half * 4
+                fields |= {"high": at, "high_shift": shift}
+                fields |= {"code": at + cols.lshr(5) * layout.plane_step, "shift": shift}
             else:
                 at = quad * (4 * n) + {5: 4 * n, 6: 8 * n}.get(f.bits, 0)
                 fields |= {"code": body + at, "shift": byte + half * 4}
@@ -588,7 +626,7 @@ def _list_outliers(k: Kernel, f: Format, p: dict[str, Value], num_tokens: int) -
         return num_found + (num_columns.v << 32)
 
     found = _find_outliers(k, p["x"], p["cols"].lshr(5), num_tokens)
-    name = f"{kernel_name(f.dtype)}_list"
+    name = f"{f.name}_list"
     count = k.call(name, emit, k.ctx, p["cols"], k.i64(num_tokens), found, p["out_stride"], result="i64")
     assert count is not None
     return count
@@ -624,18 +662,20 @@ def _column_of_weights(k: Kernel, f: Format, w: Value, column: Value) -> Value:
         return w + field(name).zext("i64")
 
     code = k.load(at("code"), "i32", n)
-    if f.dtype is DType.Q8_0:
+    if f.whole_bytes:
         code = (code << k.splat(field("shift"), n)).ashr(24)
     else:
         code = code.lshr(k.splat(field("shift"), n)) & 15
     if f.dtype in CODEBOOK:
         code = (_look_up(k, f, code.bitcast("i8")).bitcast("i32") << 24).ashr(24)
-    if f.bits in (5, 6):
+    if f.bits in (5, 6) or f.view == "split":
         high = k.load(at("high"), "i32", n).lshr(k.splat(field("high_shift"), n))
-        code |= (high & (1 if f.bits == 5 else 3)) << 4
-    if f.offset and not f.signed:
+        code |= (high & {5: 1, 6: 3, 8: 15}[f.bits]) << 4
+    if f.offset and (f.view or not f.signed):
         code = code - f.offset
     step = _half(k, at("step"))
+    if f.view == "screen":
+        step = step * 16.0
     if f.k_quant:
         factor = k.load(at("sub_step"), "i8", n)
         step = step * (factor.sext("i32") if f.dtype is DType.Q6_K else factor.zext("i32")).to_f32()
@@ -680,7 +720,7 @@ def _add_outliers(
                 mask = k.lane_mask(k.min(valid - b * n, n), n)
                 add(w + block_bytes * b, out + b * (4 * n), 1, mask)
 
-    name = f"{kernel_name(f.dtype)}_outliers"
+    name = f"{f.name}_outliers"
     k.call(name, emit, k.ctx, w, block_bytes, out, blocks, valid, capacity, count)
 
 
@@ -751,26 +791,44 @@ def tiles(target: Target, dtype: DType) -> tuple[Tile, ...]:
 _PARAMS = ("ctx", "x", "w", "out", "bias", "blocks", "rows", "cols", "out_stride", "x_stride", "accumulate")
 
 
-def _tile(k: Kernel, dtype: DType, tile: Tile, values: dict[str, Value]) -> None:
+def call_tile(k: Kernel, f: Format, tile: Tile, values: dict[str, Value]) -> None:
     """Call the tile function: ``blocks`` row blocks (a multiple of R) from ``w`` on, of which ``rows`` rows exist."""
 
     def emit(k: Kernel, *params: Value) -> None:
         p = dict(zip(_PARAMS, params, strict=True))
-        if dtype in QUANTISED:
-            _emit_tile(k, Format(dtype), tile, p)
+        if f.dtype in QUANTISED:
+            _emit_tile(k, f, tile, p)
         else:
-            _emit_float_tile(k, dtype, tile, p)
+            _emit_float_tile(k, f.dtype, tile, p)
 
-    k.call(f"{kernel_name(dtype)}_{tile.name}", emit, *[values[name] for name in _PARAMS])
+    k.call(f"{f.name}_{tile.name}", emit, *[values[name] for name in _PARAMS])
 
 
-def _emit(k: Kernel, dtype: DType) -> None:
-    n, a = k.lanes, k.arg
-    num_tokens = k.select(a.logits.ne(0), k.header.R, k.header.T)
-    layout = PackedLayout(dtype, 1, 256, n)
-    head_bytes = a.cols.lshr(5 if layout.head_cols == 32 else 8) * layout.head_step
-    units = a.cols if layout.is_float else a.cols.lshr(5)
-    block_bytes = (((head_bytes + 63) & -64) + units * layout.body_step + 63) & -64
+def block_bytes_of(f: Format, cols: Value, lanes: int) -> Value:
+    """PackedLayout.block_bytes of a run-time number of columns."""
+    layout = f.layout(lanes)
+    head_bytes = cols.lshr(5 if layout.head_cols == 32 else 8) * layout.head_step
+    units = cols if layout.is_float else cols.lshr(5)
+    return (((head_bytes + 63) & -64) + units * layout.body_step + 63) & -64
+
+
+def _token_range(k: Kernel, f: Format) -> tuple[Value, Value]:
+    """The rows to do, from a multiple of four: all, but of a screened head the screened ones come first, and the exact
+    product is of the others (and of up to three before them, whose logits the screen then replaces)."""
+    end = k.select(k.arg.logits.ne(0), k.header.R, k.header.T)
+    screened = k.header.screened
+    if f.view == "screen":
+        return k.i64(0), screened
+    if f.view == "split":
+        return k.select(screened < end, screened & -ActLayout.TILE, end), end
+    return k.i64(0), end
+
+
+def _emit(k: Kernel, f: Format) -> None:
+    n, a, dtype = k.lanes, k.arg, f.dtype
+    begin, end = _token_range(k, f)
+    num_tokens = end - begin
+    layout, block_bytes = f.layout(n), block_bytes_of(f, a.cols, n)
     blocks = (a.rows + (n - 1)) // n
     # Items are chunks of row blocks x spans of tokens. Spans let many tokens have large chunks: each tile of tokens is
     # staged once per chunk. Five eighths of the row blocks go in large chunks, the rest in small ones, so that threads
@@ -787,8 +845,8 @@ def _emit(k: Kernel, dtype: DType) -> None:
         is_large = chunk < num_large
         first = k.select(is_large, chunk * large, num_large * large + (chunk - num_large) * small)
         count = k.min(k.select(is_large, large, small), blocks - first)
-        first_token = item % spans * SPAN_TOKENS
-        last_token = k.min(first_token + SPAN_TOKENS, num_tokens)
+        first_token = begin + item % spans * SPAN_TOKENS
+        last_token = k.min(first_token + SPAN_TOKENS, end)
         done = k.var(first_token)
 
         def values(t: Value, block: Value, blocks: Value) -> dict[str, Value]:
@@ -811,16 +869,19 @@ def _emit(k: Kernel, dtype: DType) -> None:
                 for r in (tile.blocks, 1) if tile.blocks > 1 else (1,):
                     now = (count - start.v) // r * r
                     with k.if_(now > 0):
-                        _tile(k, dtype, replace(tile, blocks=r), values(t, first + start.v, now))
+                        call_tile(k, f, replace(tile, blocks=r), values(t, first + start.v, now))
                     start.v = start.v + now
                 done.v = t + tile.tokens
 
 
-def _definition(dtype: DType) -> KernelDef:
-    return KernelDef(kernel_name(dtype), ARGS, lambda k: _emit(k, dtype))
+SPLIT, SCREEN = Format(DType.Q8_0, "split"), Format(DType.Q8_0, "screen")
 
 
-KERNELS: tuple[KernelDef, ...] = tuple(_definition(dtype) for dtype in DType)
+def _definition(f: Format) -> KernelDef:
+    return KernelDef(f.name, ARGS, lambda k: _emit(k, f))
+
+
+KERNELS: tuple[KernelDef, ...] = tuple(_definition(f) for f in (*map(Format, DType), SPLIT, SCREEN))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -828,12 +889,12 @@ KERNELS: tuple[KernelDef, ...] = tuple(_definition(dtype) for dtype in DType)
 
 
 def emit_dequantize_row(
-    k: Kernel, dtype: DType, w: Value, cols: Value, row: Value, store: Callable[[Value, Value], None]
+    k: Kernel, dtype: DType, w: Value, cols: Value, row: Value, store: Callable[[Value, Value], None], view: str = ""
 ) -> None:
     """Logical row ``row`` of the packed weight at ``w``: ``store(column, f32 vector)`` in order, 16 columns at a time
     (one for float types). Operation for operation formats.dequantize, so equal to it bit by bit."""
-    n = k.lanes
-    layout = PackedLayout(dtype, 1, 256, n)
+    n, f = k.lanes, Format(dtype, view)
+    layout = f.layout(n)
     block, lane = row // n, row % n
     if layout.is_float:
         base = w + block * ((cols * layout.body_step + 63) & -64)
@@ -845,33 +906,37 @@ def emit_dequantize_row(
             else:
                 store(column, k.load(at, "f32" if dtype is DType.F32 else "f16").to_f32())
         return
-    f = Format(dtype)
     head_bytes = cols.lshr(8 if f.k_quant else 5) * layout.head_step
     body_offset = (head_bytes + 63) & -64
     head = w + block * ((body_offset + cols.lshr(5) * layout.body_step + 63) & -64)
     with k.loop(0, cols.lshr(5)) as g:
-        body = head + body_offset + g * layout.body_step + lane * 4
-        for h, q in enumerate(_row_codes(k, f, body)):
+        body = head + body_offset + g * layout.plane_step + lane * 4
+        where = Body(body, body + cols.lshr(5) * layout.plane_step if f.view else body)
+        for h, q in enumerate(_row_codes(k, f, where)):
             step, low = _row_scales(k, f, head, g, lane, h)
             offset = 0 if f.signed else f.offset
             value = (q - offset if offset else q).to_f32() * step
             store((g << 5) + 16 * h, value if low is None else value + low)
 
 
-def _row_codes(k: Kernel, f: Format, body: Value) -> tuple[Value, Value]:
-    """Codes of columns 0..15 and 16..31 of a group as i32; ``body`` points at this row's lane of the first vector."""
-    stride = 4 * k.lanes
+def _row_codes(k: Kernel, f: Format, where: Body) -> tuple[Value, Value]:
+    """Codes of columns 0..15 and 16..31 of a group as i32; ``where`` points at this row's lane of the first vector."""
+    stride, body = 4 * k.lanes, where.at
 
-    def four(first: int) -> Value:
+    def four(first: int, body: Value = body) -> Value:
         out = k.undef("i32", 4)
         for i in range(4):
             out = out.insert(i, k.load(body + (first + i) * stride, "i32"))
         return out
 
-    if f.dtype is DType.Q8_0:
+    if f.whole_bytes:
         return four(0).bitcast("i8").sext("i32"), four(4).bitcast("i8").sext("i32")
     v = four({5: 1, 6: 2}.get(f.bits, 0))
     nibbles = _dwords(k, 15)
+    if f.view == "split":
+        under = four(0, where.low)
+        low, high = (under & nibbles) | ((v & nibbles) << 4), (under.lshr(4) & nibbles) | (v & ~nibbles)
+        return (low.bitcast("i8") ^ -128).sext("i32"), (high.bitcast("i8") ^ -128).sext("i32")
     low, high = v & nibbles, v.lshr(4) & nibbles
     if f.bits == 5:
         fifth, bit = k.splat(k.load(body, "i32"), 4), _dwords(k, 16)

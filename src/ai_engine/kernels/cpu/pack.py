@@ -20,6 +20,10 @@ vector load of codes crosses a cache line. L = lanes, per 32 columns unless stat
     Q5_K (256)   the same                                           8 x [L fifth-bit dwords, 4 x L nibble dwords]
     Q6_K (256)   L f16 d, 8 x (L s8, L s8 scales of 16 columns)     8 x [2 x L two-bit dwords, 4 x L nibble dwords]
     IQ4_NL       L f16 d                                            4 x L nibble dwords
+    Q8_0 split   L f16 d                                            4 x L dwords of high nibbles; after those of all
+                                                                    columns 4 x L dwords of low nibbles
+
+Q8_0 split is for a screened head: nibbles of the byte + 128, so that half of the body gives a rough product.
 
 Nibble dword i holds columns 4i..4i+3 low and 16+4i..16+4i+3 high, as ggml's 32-blocks do; K-quants are brought to
 the same shape. Fifth bits: byte b of the dword has the bit of column 4g + b at position g. Two-bit dword h has the bits
@@ -62,10 +66,12 @@ class PackedLayout:
     rows: int
     cols: int
     lanes: int
+    split: bool = False
 
     @staticmethod
     def of(spec: WeightSpec, lanes: int) -> PackedLayout:
-        return PackedLayout(spec.dtype, spec.rows, spec.cols, lanes)
+        assert not spec.screened or spec.dtype is DType.Q8_0, spec
+        return PackedLayout(spec.dtype, spec.rows, spec.cols, lanes, spec.screened)
 
     def __post_init__(self) -> None:
         assert self.rows > 0, self
@@ -120,6 +126,11 @@ class PackedLayout:
     def body_step(self) -> int:
         """From one group of 32 columns (one column for floats) to the next."""
         return self.body_unit * self.lanes
+
+    @property
+    def plane_step(self) -> int:
+        """From one group of 32 columns to the next in the first plane: half of a split body, else all of it."""
+        return self.body_step // 2 if self.split else self.body_step
 
     @cached_property
     def body(self) -> int:
@@ -190,6 +201,15 @@ def _pack_blocks(layout: PackedLayout, raw: U8, out: U8) -> None:
     body = out[:, layout.body : body_end].reshape(num, -1, layout.body_step)
     if dtype in _K_QUANTS:
         _pack_k(dtype, lanes, blocks, head, body)
+        return
+    if layout.split:
+        _interleave(blocks[..., :2], "<u2", lanes, head)
+        biased = blocks[..., 2:] ^ 0x80
+        planes = body.reshape(num, 2, -1, layout.plane_step)
+        for plane, nibbles in enumerate((biased >> 4, biased & 15)):
+            _interleave(
+                np.asarray(nibbles[..., :16] | nibbles[..., 16:] << 4, np.uint8), "<u4", lanes, planes[:, plane]
+            )
         return
     scales = size - 32 if dtype is DType.Q8_0 else size - 16 - (4 if dtype in (DType.Q5_0, DType.Q5_1) else 0)
     _interleave(blocks[..., :scales], "<u2", lanes, head)

@@ -137,7 +137,7 @@ class _Row:
             body(allowed(x, whole), whole)
 
 
-def _stack(k: Kernel, nbytes: int) -> Value:
+def stack(k: Kernel, nbytes: int) -> Value:
     """Memory of this call, as an untyped pointer."""
     memory = k.stack(nbytes)
     memory.v.type = k.type("ptr")
@@ -232,12 +232,10 @@ def _emit_insert(k: Kernel, values: Value, tokens: Value, count: Value, x: Value
     v[at.v], t[at.v] = x, token.trunc("i32")
 
 
-def _emit_best(
-    k: Kernel, logits: Value, vocab: Value, block: Value, values: Value, tokens: Value, count: Value
-) -> None:
+def emit_best(k: Kernel, logits: Value, vocab: Value, block: Value, values: Value, tokens: Value, count: Value) -> None:
     """Insert a block's best tokens into the sorted list of ``count``."""
     row = _Row(k, logits, vocab, logits, k.i64(0))
-    lanes = _stack(k, 64)
+    lanes = stack(k, 64)
     last = k.array(values, "f32").shift(count - 1)
 
     def body(x: Value, i: Value) -> None:
@@ -269,7 +267,7 @@ def _emit_histogram(
     """
     row = _Row(k, logits, vocab, mask, mask_step)
     n = row.lanes
-    lanes, h = _stack(k, 128), k.array(histogram, "i64")
+    lanes, h = stack(k, 128), k.array(histogram, "i64")
     prefixes, knowns, shifts = (k.splat(x.trunc("i32"), n) for x in (prefix, known, shift))
     below = k.splat(((k.i64(1) << known) - 1).trunc("i32"), n)
     count, rest = k.var(k.i64(0)), k.var(k.i32(0, n))
@@ -355,7 +353,7 @@ def _emit_list(
     """Append a block's weights >= cut; the count goes on when the list is full. Add up all weights."""
     row = _Row(k, logits, vocab, mask, mask_step)
     n = row.lanes
-    limit, lanes, header = k.splat(cut.trunc("i32"), n), _stack(k, 64), k.array(list_, "i64")
+    limit, lanes, header = k.splat(cut.trunc("i32"), n), stack(k, 64), k.array(list_, "i64")
     weights = k.array(list_ + 64, "i32")
     tokens = weights.shift(MAX_LISTED)
     low, high, count = k.var(k.i32(0, n)), k.var(k.i32(0, n)), k.var(header[0])
@@ -468,7 +466,7 @@ def _emit_locate(
     """The token of a block at which the running sum of kept weights exceeds r; ``ties`` equal ones are kept."""
     row = _Row(k, logits, vocab, mask, mask_step)
     limit = k.splat(threshold.trunc("i32"), row.lanes)
-    lanes = _stack(k, 64)
+    lanes = stack(k, 64)
     found, left, rest = k.var(k.i64(-1)), k.var(ties), k.var(r)
 
     def body(x: Value, i: Value) -> None:
@@ -551,7 +549,7 @@ def _emit_row(
     out_top_logprob = k.array(h.out_top_logprob, "f32").shift(row * MAX_LOGPROBS)
 
     # Without a mask every read of it hits these ones.
-    ones = _stack(k, 64)
+    ones = stack(k, 64)
     k.store(ones, k.i64(-1))
     mask_row = field("mask_row", "i32")
     is_masked = mask_row >= 0
@@ -588,7 +586,7 @@ def _emit_row(
                 with k.loop(0, top_count) as i:
                     k.array(values, "f32")[i] = float("-inf")
                     k.array(tokens, "i32")[i] = -1
-                my_blocks(lambda b: _do(k, "sample_best", _emit_best, logits, vocab, b, values, tokens, top_count))
+                my_blocks(lambda b: _do(k, "sample_best", emit_best, logits, vocab, b, values, tokens, top_count))
             meet()
         forced = field("forced", "i32")
         with k.if_else(forced >= 0) as (take, choose):
@@ -735,7 +733,7 @@ def _draw(
     """Filter by top_k, top_p and min_p, and draw; the leader sets ``token``."""
     vocab = allowed[1]
     threshold, ties, total = k.var(k.i64(0)), k.var(k.i64(0)), k.var(k.i64(0))
-    state = _stack(k, 64)
+    state = stack(k, 64)
     s = k.array(state, "i64")
     top_k, top_p, min_p = field("top_k", "i32").sext("i64"), field("top_p", "f32"), field("min_p", "f32")
     has_k, has_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
