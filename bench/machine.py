@@ -1,31 +1,16 @@
-"""The machine's identity beside every result, and the memory of processes. Owns no measurement of its own."""
+"""Results of the scripts here, with the machine's identity; stolen time and memory of processes. Measures nothing."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ai_engine.hardware.machine import read_machine
-from ai_engine.version import __version__
+from ai_engine.bench.host import identity
 
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def identity() -> dict[str, Any]:
-    """What a reader must know to compare: CPU, cores, memory, kernel, Python, our version, load at the time."""
-    machine = read_machine()
-    facts: dict[str, Any] = msgspec.to_builtins(machine)
-    keep = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "asimddp")
-    facts["cpu_features"] = [name for name in machine.cpu_features if name in keep or "vnni" in name]
-    facts |= {"system": platform.platform(), "python": platform.python_version(), "ai_engine": __version__}
-    facts["load_1m"] = round(os.getloadavg()[0], 2)
-    return facts
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

@@ -178,6 +178,7 @@ class Gateway:
     def _api(self, text: TextService, model: ServedModel, *, only_metrics: bool = False) -> Api:
         config = ApiConfig(
             strict=self.config.strict,
+            max_open_requests=self.config.max_queue_requests + self.engine.max_seqs,
             max_body_bytes=self.config.max_body_bytes,
             request_timeout_s=self.config.request_timeout_s or None,
             cors_origins=self.config.cors_origin,
@@ -382,6 +383,7 @@ class Gateway:
         say(f"traces: the last {app.format_bytes(self.config.trace_memory)} of steps and requests are kept")
         if self.keys.open:
             say("no key is set: anyone on this machine may send requests")
+        say(f"console: {url.removesuffix('/v1')}/console shows it at work")
         say(f"ready: {url} serves {self.name}. Try:")
         say(f"  curl {url}/{route} -H 'content-type: application/json'{key} -d '{json.dumps(body)}'")
 

@@ -160,16 +160,17 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    details: dict[str, str | float] = {}
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
         if not isinstance(error, AiEngineError):
             error = EngineError(f"{type(error).__name__}: {error}")
-        return cls(error.code, error.message, error.param, error.retry_after_s)
+        return cls(error.code, error.message, error.param, error.retry_after_s, dict(error.details))
 
     def error(self) -> AiEngineError:
         error = error_from_code(self.code, self.message, param=self.param)
-        error.retry_after_s = self.retry_after_s
+        error.retry_after_s, error.details = self.retry_after_s, self.details
         return error
 
 

@@ -142,6 +142,27 @@ def alone(engine: Engine, ask: Ask, *, chunk: int = 256, cold: bool = True) -> A
     return answer
 
 
+def guessed(engine: Engine, ask: Ask, solo: Answer, seed: int) -> Answer:
+    """Alone, with guesses in every step: none to four of them, right ones up to a wrong one here and there."""
+    draw = random.Random(seed)
+    engine.pool.drop_cache()
+    answer, count = Answer(), ask.params.max_tokens
+    left = open_ask(engine, 1, ask)
+    while len(answer.tokens) < count:
+        at = len(answer.tokens)
+        draft = solo.tokens[at : min(at + draw.randrange(5), count - 1)]
+        if draft and draw.random() < 0.5:
+            wrong = draw.randrange(len(draft))
+            draft[wrong] = (draft[wrong] + 1) % VOCAB
+        (output,) = step(engine, [Work(1, left, tuple(draft))])
+        right = next((i for i, (a, b) in enumerate(zip(draft, solo.tokens[at:], strict=False)) if a != b), len(draft))
+        assert len(output.tokens) == right + 1, (draft, output.tokens)
+        answer.take(output)
+        left = 1
+    release(engine, 1)
+    return answer
+
+
 def in_company(engine: Engine, asked: Sequence[Ask], seed: int) -> list[Answer]:
     """All at once: every step runs a random choice of sequences, prompts in random chunks beside outputs."""
     draw = random.Random(seed)

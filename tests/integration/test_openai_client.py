@@ -189,7 +189,7 @@ def test_errors(client: OpenAI, model: str, server_url: str) -> None:
         client.chat.completions.create(model=model, messages=PROMPT, temperature=9)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
     with pytest.raises(openai.BadRequestError) as unsupported:
-        client.chat.completions.create(model=model, messages=PROMPT, response_format={"type": "json_object"})
+        client.chat.completions.create(model=model, messages=PROMPT, modalities=["audio"])
     assert unsupported.value.code == "unsupported_parameter"
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(model=model, messages=PROMPT, max_tokens=10_000_000)

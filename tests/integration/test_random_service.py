@@ -1,7 +1,7 @@
 """Random workloads through the real service and the real engine with too few pages.
 
-Preemptions, evictions, forks, cancels, deadlines of nothing and prompt logprobs mixed: every choice that finishes says
-what it says alone, bit by bit, and the page pool is whole after each step.
+Preemptions, evictions, forks, cancels, deadlines of nothing, guesses and prompt logprobs mixed: every choice that
+finishes says what it says alone and without guesses, bit by bit, and the page pool is whole after each step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -35,7 +35,7 @@ class Checked:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.broken: list[AssertionError] = []
-        self.num_preempted = self.num_evicted = self.num_steps = 0
+        self.num_preempted = self.num_evicted = self.num_steps = self.num_guesses = self.num_accepted = 0
 
     @property
     def limits(self) -> Limits:
@@ -59,6 +59,8 @@ class Checked:
         self.num_steps += 1
         self.num_preempted += len(plan.preempt)
         self.num_evicted += result.evicted_pages
+        self.num_guesses += sum(len(work.draft) for work in plan.work)
+        self.num_accepted += sum(max(0, len(output.tokens) - 1) for output in result.outputs)
         try:
             self.engine.pool.check_integrity()
             budget = result.budget
@@ -94,6 +96,8 @@ def random_request(draw: random.Random, number: int) -> GenerateRequest:
     fields: dict[str, Any] = {"temperature": draw.choice((0.0, 0.0, 0.7, 1.0)), "seed": draw.randrange(1 << 40)}
     if draw.random() < 0.3:
         fields |= {"top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+    if draw.random() < 0.2:
+        fields |= {"logit_bias": {draw.randrange(VOCAB): 4.0 for _ in range(3)}, "min_tokens": draw.randint(0, 30)}
     if draw.random() < 0.5:
         fields["logprobs"] = draw.choice((0, 2))
     if draw.random() < 0.2:
@@ -136,10 +140,13 @@ async def solo(service: Service, request: GenerateRequest) -> list[Said]:
 
 
 @asynccontextmanager
-async def service_of(path: Path, **options: Any) -> AsyncIterator[tuple[Service, Checked]]:
+async def service_of(
+    path: Path, speculation: Literal["off", "lookup"] = "lookup", **options: Any
+) -> AsyncIterator[tuple[Service, Checked]]:
     with engine_of(path, max_context=MAX_CONTEXT, **options) as engine:
         runtime = Checked(engine)
-        config = ServingConfig(growth_tokens=0)  # optimistic admission: preemption has to make room
+        # Optimistic admission: preemption has to make room.
+        config = ServingConfig(growth_tokens=0, speculation=speculation)
         service = Service(runtime, telemetry=NoTelemetry(), config=config)
         await service.start()
         try:
@@ -161,8 +168,9 @@ async def test_random_workload(architecture: str, seed: int, tmp_path: Path) -> 
         await asyncio.sleep(pauses_s[number])
         return await answers(service, requests[number], leave_after[number])
 
-    async with service_of(path, prefix_cache=False) as (service, _):
+    async with service_of(path, "off", prefix_cache=False) as (service, plain):
         expected = [await solo(service, request) for request in requests]
+        assert plain.num_guesses == 0
     with engine_of(path, max_context=MAX_CONTEXT) as probe:
         page_bytes = probe.plan.page_bytes
     options = {
@@ -177,6 +185,7 @@ async def test_random_workload(architecture: str, seed: int, tmp_path: Path) -> 
         # Preemptions depend on how arrivals and steps fall together; the fakes' tests force them.
         assert min(runtime.num_evicted, runtime.engine.pool.num_copied) > 0
         assert runtime.engine.pool.num_hit_tokens > 0
+        assert 0 < runtime.num_accepted < runtime.num_guesses, "both right and wrong guesses"
         service.loop.check_integrity()
         health = await service.health()
         assert (health.queued_requests, health.running_requests) == (0, 0)

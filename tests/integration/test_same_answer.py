@@ -1,8 +1,8 @@
 """The same answer in any company: tokens and logprobs equal in every bit, greedy and seeded.
 
-Alone, in a batch of 16, in chunks of 1, 3, 5, 7, 13 and 64, after preemption, with a prefix hit or cold, forked, on one
-thread or two, with the kernel cache cold or warm; tiny models of every architecture and storage type on every
-instruction set of this machine, and SmolLM2.
+Alone, in a batch of 16, in chunks of 1, 3, 5, 7, 13 and 64, after preemption, with guesses right and wrong, with a
+prefix hit or cold, forked, on one thread or two, with the kernel cache cold or warm; tiny models of every architecture
+and storage type on every instruction set of this machine, and SmolLM2.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tests.integration.engines import (
     asks,
     compute,
     engine_of,
+    guessed,
     in_company,
     needs_target,
     open_ask,
@@ -69,6 +70,8 @@ def check_engine(engine: Engine, asked: Sequence[Ask], solo: Sequence[Answer], c
     for chunk in chunks:
         assert_same([alone(engine, ask, chunk=chunk) for ask in asked[:2]], solo[:2], f"chunk {chunk}")
     assert_same([alone(engine, ask, chunk=7) for ask in asked[2:4]], solo[2:4], "chunk 7")
+    with_guesses = [guessed(engine, ask, answer, n) for n, (ask, answer) in enumerate(zip(asked, solo, strict=True))]
+    assert_same(with_guesses, solo, "guesses")
     for number, at in enumerate(({"prompt": 33, "output": 3}, {"prompt": 7, "output": 5})):
         assert_same([preempted(engine, asked[number], at)], solo[number : number + 1], "preempted")
     alone(engine, asked[0])

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ai_engine.api import console, messages, openapi, responses, rest, texts, traces
+from ai_engine.api.crowd import Crowd
 from ai_engine.api.http import ApiConfig, ClientDisconnected, Exchange, Header, Receive, Scope, Send
 from ai_engine.api.keys import ANYBODY, Key, Keys
 from ai_engine.api.limits import Limiter
@@ -31,7 +32,7 @@ from ai_engine.ports.errors import (
     ShuttingDown,
 )
 from ai_engine.ports.serving import Serving
-from ai_engine.ports.telemetry import HttpDone, RequestRefused, RequestTraced, Telemetry
+from ai_engine.ports.telemetry import HttpDone, HttpStarted, RequestRefused, RequestTraced, Telemetry
 from ai_engine.ports.text import TextService
 from ai_engine.ports.trace import PagesReader, TraceReader
 
@@ -69,6 +70,8 @@ ADMIN_ROUTES = frozenset({"/metrics", "/console/kv"})
 """Routes that need an admin's key: they tell of everybody."""
 ERROR_SHAPES = dict.fromkeys(("/messages", "/messages/count_tokens"), message_error)
 """Routes whose clients know another shape of error than OpenAI's."""
+GENERATING_ROUTES = frozenset({"/chat/completions", "/completions", "/messages", "/responses"})
+"""Routes whose requests wait and run in serving."""
 METRICS_ROUTES = {route: ROUTES[route] for route in ("/livez", "/readyz", "/health", "/metrics")}
 """All that a listener for scrapers (``--metrics-addr``) answers; it asks for no key."""
 EXPOSED_HEADERS = (
@@ -107,6 +110,7 @@ class Api:
         self._keys = keys or Keys()
         self._limiter = limiter or Limiter(self._clock)
         self._routes = routes
+        self._crowd = Crowd(config.max_open_requests, self._clock, config.retry_after_s)
         self._telemetry = telemetry
         self._door = rest.Door(serving, text, model, self._clock, metrics, entropy)
         if traces is not None:
@@ -134,6 +138,7 @@ class Api:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_s = self._clock.now_s()
+        self._telemetry.emit(HttpStarted())
         exchange = Exchange(scope, receive, send, self.config, self._door.entropy, self._clock.now_s)
         route, handlers = _find(exchange, self._routes)
         try:
@@ -152,7 +157,18 @@ class Api:
                 exchange.quota.leave()
         method = exchange.method if exchange.method in _METHODS else "other"
         ended_s = self._clock.now_s()
-        self._telemetry.emit(HttpDone(route, method, exchange.status, ended_s - started_s, exchange.malformed_trace))
+        self._telemetry.emit(
+            HttpDone(
+                route=route,
+                method=method,
+                status=exchange.status,
+                seconds=ended_s - started_s,
+                malformed_trace=exchange.malformed_trace,
+                request_bytes=exchange.request_bytes,
+                response_bytes=exchange.response_bytes,
+                checked=exchange.body_read,
+            )
+        )
         if exchange.requests:
             self._telemetry.emit(self._traced(exchange, route, started_s, ended_s))
 
@@ -169,6 +185,7 @@ class Api:
             key=exchange.key.name,
             requests=exchange.requests,
             attributes=exchange.attributes,
+            response_bytes=exchange.response_bytes,
         )
 
     async def _dispatch(self, exchange: Exchange, route: str, handlers: Mapping[str, Handler]) -> None:
@@ -191,7 +208,11 @@ class Api:
         if exchange.method == "POST":
             exchange.quota = self._limiter.of(exchange.key)
             exchange.quota.enter()
-        await handler(self._door, exchange)
+        if route not in GENERATING_ROUTES:
+            await handler(self._door, exchange)
+            return
+        with self._crowd.enter():
+            await handler(self._door, exchange)
 
     def authenticate(self, exchange: Exchange) -> Key:
         """Who asks. Raises InvalidApiKey, and PermissionDenied for a page of another site where nobody needs a key.

@@ -248,6 +248,7 @@ class Generation:
                     stops=ask.stops,
                     include_stop=ask.include_stop,
                     skip_special=ask.skip_special,
+                    min_tokens=ask.sampling.min_tokens,
                     form=prompt.form,
                     call_ids=f"{prompt.request.request_id[-ID_CHARS:]}{j:02x}",
                 ),

@@ -42,6 +42,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int
     request_timeout_s: float | None  # from arrival at serving; None: no limit
     cors_origins: tuple[str, ...]  # exact origins, or "*"; none means no CORS headers at all
+    max_open_requests: int = 0  # generations inside at once; 0: no bound
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is gone
     health_timeout_s: float = 1.0

@@ -60,7 +60,9 @@ _TEXTS: Final = ByType({str: Text(), list: ListOf(Tagged({"text": _TEXT_BLOCK}, 
 _BLOCKS: Final = Tagged(
     {
         "text": _TEXT_BLOCK,
-        "tool_use": _block({"id": Text(1, 256), "name": Text(1, 256), "input": AnyObject()}, "id", "name", "input"),
+        "tool_use": _block(
+            {"id": Text(1, 256), "name": Text(1, 256), "input": AnyObject(), "caller": Unused()}, "id", "name", "input"
+        ),
         "tool_result": _block({"tool_use_id": Text(1, 256), "content": _TEXTS, "is_error": Flag()}, "tool_use_id"),
         "thinking": _block({"thinking": Text(), "signature": Text()}, "thinking"),
         "redacted_thinking": _block({"data": Text()}),
@@ -82,6 +84,7 @@ _TOOL: Final = _block(
         "strict": Flag(),
         "eager_input_streaming": Unused("inputs are streamed as they come.", neutral=(True,)),
         "input_examples": Unused(),
+        "allowed_callers": Unused(neutral=(["direct"],)),
         "defer_loading": Unsupported(neutral=(False,)),
     },
     "name",
@@ -112,7 +115,7 @@ def message_fields(vocab_size: int) -> Record:
         "tool_choice": _CHOICE,
         "thinking": Record(
             {
-                "type": Choice(("enabled", "disabled", "adaptive")),
+                "type": Choice(("enabled", "disabled", "adaptive", "between_tools")),
                 "budget_tokens": Unused("a thinking part has no limit of its own."),
                 "display": Unused(),
             },
@@ -122,7 +125,7 @@ def message_fields(vocab_size: int) -> Record:
         "output_format": _FORMAT,
         "cache_control": _CACHE,
         "context_management": Unused(),
-        "inference_geo": Unused(),
+        **dict.fromkeys(("inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id"), Unused()),
         "container": Unsupported(),
         "mcp_servers": Unsupported(neutral=([],)),
     }

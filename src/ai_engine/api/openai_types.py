@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ai_engine.api.constraints import constraint_fields, constraint_of
 from ai_engine.api.tool_types import Choices, Tools, tool_options
 from ai_engine.contracts.fields import (
     Anything,
@@ -36,6 +37,7 @@ from ai_engine.contracts.fields import (
     show,
 )
 from ai_engine.ports.errors import ContextLengthExceeded, InvalidValue, ModelNotFound, UnsupportedParameter
+from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_STOPS = 16
@@ -90,6 +92,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    suffix: str = ""  # what comes after the answer, which then goes between the two
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -101,6 +104,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     show_sampling: bool = False
     show_prompt_logprobs: bool = False
     show_tokens: bool = False
+    constraint: Constraint | None = None  # what the text must match
     warnings: list[str] = []
 
 
@@ -193,7 +197,6 @@ class _Message:
 
 _STOP_TEXT = Text(1, 1024)
 _NOT_ENFORCED = "not enforced by this server, so the answer could break it. Fix: leave it out."
-_OLD_GUIDED = 'removed name; constraints go into "response_format", which this server does not enforce yet.'
 
 
 def _shared_fields(vocab_size: int) -> dict[str, Check]:
@@ -230,12 +233,7 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
         "store": Unused("answers are not stored.", neutral=(False,)),
         "service_tier": Unused(neutral=("auto", "default")),
         "prompt_cache_retention": Unused(),
-        "response_format": _ResponseFormat(),
-        **dict.fromkeys(("structured_outputs", "grammar", "json_schema"), Unsupported(_NOT_ENFORCED)),
-        **dict.fromkeys(
-            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
-            Unsupported(_OLD_GUIDED),
-        ),
+        **constraint_fields(),
         "use_beam_search": Unsupported(neutral=(False,)),
         "prompt_logprobs": Integer(0, MAX_LOGPROBS),
         "return_token_ids": Flag(),
@@ -248,23 +246,6 @@ def _shared_fields(vocab_size: int) -> dict[str, Check]:
         "typical_p": Unsupported(neutral=(1, 1.0)),
         "mirostat": Unsupported(neutral=(0,)),
     }
-
-
-class _ResponseFormat:
-    expected = "an object with a type"
-
-    @property
-    def schema(self) -> Schema:
-        return {"type": "object"}
-
-    def check(self, value: Any, at: Checking) -> None:
-        if type(value) is not dict:
-            at.fail(show(value), self.expected)
-        at.path.append("type")
-        kind = Choice(("text", "json_object", "json_schema", "grammar")).check(value.get("type"), at)
-        if kind != "text":
-            at.unsupported(f'"{kind}" is {_NOT_ENFORCED}')
-        at.path.pop()
 
 
 def chat_fields(vocab_size: int) -> Record:
@@ -346,7 +327,7 @@ def completion_fields(vocab_size: int) -> Record:
         "max_completion_tokens": Integer(0, 1 << 31),
         "logprobs": Integer(0, MAX_COMPLETION_LOGPROBS),
         "echo": Flag(),
-        "suffix": Unsupported("infilling is not supported. Fix: leave it out.", neutral=("",)),
+        "suffix": Text(),
         "best_of": Unsupported("only best_of 1 is supported. Fix: ask for n choices.", neutral=(1, 1.0)),
         "add_special_tokens": Flag(),
     }
@@ -390,6 +371,12 @@ def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bo
     at = Checking(strict=strict)
     got = fields.check(body, at)
     echo = got.get("echo", False)
+    suffix = got.get("suffix", "")
+    if suffix and (echo or not isinstance(got["prompt"][0], str)):
+        raise InvalidValue(
+            "suffix: found it with echo or token ids, expected a prompt of text alone. Fix: send the prompt as text.",
+            param="suffix",
+        )
     ask = _ask(
         got,
         model,
@@ -399,6 +386,7 @@ def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bo
         echo=echo,
         default_tokens=DEFAULT_COMPLETION_TOKENS,
         prompt_field="prompt",
+        suffix=suffix,
         add_special_tokens=got.get("add_special_tokens", True),
     )
     if ask.max_tokens == 0 and not echo and not ask.show_prompt_logprobs:
@@ -421,8 +409,6 @@ def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | 
             "prompt_logprobs: not part of a stream. Fix: leave stream out, or score with echo and logprobs.",
             param="prompt_logprobs",
         )
-    if got.get("min_tokens") and stop:
-        raise UnsupportedParameter("min_tokens together with stop strings is not supported.", param="min_tokens")
     return Ask(
         model=name,
         sampling=_sampling(got, model, logprobs, rest.get("echo", False)),
@@ -438,6 +424,7 @@ def _ask(got: dict[str, Any], model: ServedModel, at: Checking, logprobs: int | 
         cache_salt=got.get("cache_salt", ""),
         max_tokens_field=_max_tokens_field(got),
         show_sampling=got.get("return_sampling_params", False),
+        constraint=constraint_of(got),
         show_prompt_logprobs="prompt_logprobs" in got,
         show_tokens=got.get("return_token_ids", False),
         warnings=at.warnings,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ai_engine.api.console import NoPages
+from ai_engine.api.constraints import with_form
 from ai_engine.api.generation import Generation, Piece, Prompt
 from ai_engine.api.http import Exchange
 from ai_engine.api.keys import Key
@@ -33,7 +34,7 @@ from ai_engine.contracts.fields import Record
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
-from ai_engine.ports.text import Encoded, ReplyForm, TextService
+from ai_engine.ports.text import ANY_CALL, Encoded, ReplyForm, TextService, ToolChoice
 from ai_engine.ports.trace import PagesReader, TraceReader
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -163,6 +164,11 @@ def _with_seed(door: Door, ask: Ask) -> Ask:
     return msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
 
 
+def _must_call(ask: Ask) -> bool:
+    choice: ToolChoice = ask.template.get("tool_choice", ANY_CALL)
+    return choice.mode == "required"
+
+
 async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> list[Prompt]:
     """Every prompt as tokens, with room for what it asks."""
     needs_text = ask.prompts is not None and (ask.echo or ask.sampling.logprobs is not None)
@@ -172,6 +178,8 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
         exchange.parts.enter("encode_wait")
         if ask.messages is not None:
             encoded = await encode_messages(door, ask)
+        elif isinstance(source, str) and ask.suffix:
+            encoded = await door.text.encode_infill(source, ask.suffix)
         elif isinstance(source, str):
             encoded = await door.text.encode_prompt(source, add_special=ask.add_special_tokens)
         else:
@@ -191,7 +199,7 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
             cache_scope=_cache_scope(exchange.key, ask),
             priority=exchange.key.priority + ask.priority,
             timeout_s=exchange.timeout_s,
-            constraint=encoded.form.constraint,
+            constraint=with_form(ask.constraint, encoded.form, must_call=_must_call(ask)),
         )
         text = "" if not needs_text else source if isinstance(source, str) else door.text.decode(ids)
         prompts.append(Prompt(request, text, form=encoded.form))

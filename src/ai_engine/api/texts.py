@@ -15,7 +15,7 @@ from ai_engine.api.http import Exchange
 from ai_engine.api.openai_types import Ask, ServedModel, chat_ask, chat_fields
 from ai_engine.api.replies import encode
 from ai_engine.api.shapes import COUNT, TEXT, arr, obj
-from ai_engine.contracts.fields import Check, Checking, Flag, Integer, ListOf, Record, Schema, Text, Unsupported
+from ai_engine.contracts.fields import Check, Checking, Flag, Integer, ListOf, Record, Schema, Text
 from ai_engine.ports.errors import InvalidValue
 from ai_engine.ports.text import TextService
 
@@ -34,7 +34,7 @@ def tokenize_fields(vocab_size: int) -> Record:
         "content": Text(),
         "add_special_tokens": Flag(),
         "add_special": Flag(),
-        "parse_special": Unsupported("control tokens are always recognised. Fix: leave it out.", neutral=(True,)),
+        "parse_special": Flag(),
         "return_token_strs": Flag(),
         "with_pieces": Flag(),
     }
@@ -98,7 +98,8 @@ async def _ids(door: rest.Door, got: Mapping[str, Any], at: Checking) -> list[in
         return (await rest.encode_messages(door, _ask(got, door.model, at))).ids
     text, special = ("prompt", True) if "prompt" in got else ("content", False)
     special = got.get("add_special_tokens", got.get("add_special", special))
-    return (await door.text.encode_prompt(got[text], add_special=special)).ids
+    parse = got.get("parse_special", True)
+    return (await door.text.encode_prompt(got[text], add_special=special, parse_special=parse)).ids
 
 
 def _piece(data: bytes) -> str | list[int]:

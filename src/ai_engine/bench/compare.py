@@ -7,6 +7,7 @@ comparison's rounds are versus.py's. Nothing is compared across runs: the two si
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ MUSTS: dict[str, dict[str, float]] = {
 """The ratios that are asked for, by a mark in the file's name."""
 
 
-def asked_for(model: Path) -> dict[str, float]:
-    """The row of MUSTS whose mark is in the file's name; longer marks first."""
-    name = model.name.upper().replace("-", "_")
-    marks = sorted((mark for mark in MUSTS if mark in name), key=len, reverse=True)
-    return MUSTS[marks[0]] if marks else {}
+def asked_for(model: Path, musts: Mapping[str, dict[str, float]] = MUSTS) -> dict[str, float]:
+    """The row of ``musts`` whose mark comes last in the file's name (a requantised file's name has both)."""
+    name = model.name.upper()
+    last = max(musts, key=name.rfind)
+    return musts[last] if last in name else {}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Plots as SVG text: ratios with intervals, lines (latency curves, time lines), the roofline. No dependency.
 
-Owns how they look: one file each, legible on light and dark pages (colours by `prefers-color-scheme`, no background).
+Owns how they look: one file each, in colours that can be read on light and on dark pages alike, without a background.
 Takes plain numbers; does not compute statistics.
 """
 
@@ -13,18 +13,13 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 48, 56
+LEGEND = 132
 STYLE = """<style>
- text { font: 13px system-ui, sans-serif; fill: #24292f } .title { font-size: 15px; font-weight: 600 }
- .axis { stroke: #57606a; stroke-width: 1 } .grid { stroke: #8c959f; stroke-width: .5; stroke-dasharray: 2 4 }
- .c0 { stroke: #0969da } .c1 { stroke: #bc4c00 } .c2 { stroke: #1a7f37 } .c3 { stroke: #8250df } .c4 { stroke: #9a6700 }
- .f0 { fill: #0969da } .f1 { fill: #bc4c00 } .f2 { fill: #1a7f37 } .f3 { fill: #8250df } .f4 { fill: #9a6700 }
- .line { fill: none; stroke-width: 2 } .mark { stroke: #24292f; stroke-width: 1.5 }
- @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .axis { stroke: #8d96a0 } .mark { stroke: #e6edf3 }
-  .c0 { stroke: #4493f8 } .c1 { stroke: #f0883e } .c2 { stroke: #3fb950 }
-  .c3 { stroke: #ab7df8 } .c4 { stroke: #d29922 }
-  .f0 { fill: #4493f8 } .f1 { fill: #f0883e } .f2 { fill: #3fb950 } .f3 { fill: #ab7df8 } .f4 { fill: #d29922 }
- }
+ text { font: 13px system-ui, sans-serif; fill: #767e88 } .title { font-size: 15px; font-weight: 600 }
+ .axis { stroke: #767e88; stroke-width: 1 } .grid { stroke: #8c959f; stroke-width: .5; stroke-dasharray: 2 4 }
+ .c0 { stroke: #2f81f7 } .c1 { stroke: #db6d28 } .c2 { stroke: #2da44e } .c3 { stroke: #8957e5 } .c4 { stroke: #bf8700 }
+ .f0 { fill: #2f81f7 } .f2 { fill: #2da44e }
+ .line { fill: none; stroke-width: 2 } .mark { stroke: #767e88; stroke-width: 1.5 } .dashed { stroke-dasharray: 5 3 }
 </style>"""
 COLOURS = 5
 
@@ -93,12 +88,17 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 class Axes:
-    """Maps data to the picture and draws the frame."""
+    """Maps data to the picture and draws the frame. ``right`` is the margin there."""
 
     def __init__(
-        self, x: tuple[float, float], y: tuple[float, float], *, log: tuple[bool, bool] = (False, False)
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        *,
+        log: tuple[bool, bool] = (False, False),
+        right: float = RIGHT,
     ) -> None:
-        self.x, self.y, self.log = x, y, log
+        self.x, self.y, self.log, self.end = x, y, log, WIDTH - right
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         def place(v: float, span: tuple[float, float], log: bool) -> float:
@@ -107,7 +107,7 @@ class Axes:
             return (change(min(max(v, span[0]), span[1])) - low) / ((high - low) or 1.0)
 
         return (
-            LEFT + place(x, self.x, self.log[0]) * (WIDTH - LEFT - RIGHT),
+            LEFT + place(x, self.x, self.log[0]) * (self.end - LEFT),
             HEIGHT - BOTTOM - place(y, self.y, self.log[1]) * (HEIGHT - TOP - BOTTOM),
         )
 
@@ -121,12 +121,12 @@ class Axes:
             ]
         for value in log_ticks(*self.y) if self.log[1] else ticks(*self.y):
             _, py = self.at(self.x[0], value)
-            parts += [line(LEFT, py, WIDTH - RIGHT, py, "grid"), text(LEFT - 8, py + 4, f"{value:g}", "end")]
+            parts += [line(LEFT, py, self.end, py, "grid"), text(LEFT - 8, py + 4, f"{value:g}", "end")]
         return [
             *parts,
-            line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "axis"),
+            line(LEFT, HEIGHT - BOTTOM, self.end, HEIGHT - BOTTOM, "axis"),
             line(LEFT, TOP, LEFT, HEIGHT - BOTTOM, "axis"),
-            text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, x_label, "middle"),
+            text((LEFT + self.end) / 2, HEIGHT - 14, x_label, "middle"),
             text(20, (TOP + HEIGHT - BOTTOM) / 2, y_label, "middle", turn=-90),
         ]
 
@@ -142,19 +142,26 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series], *, l
         return document([text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")], title)
     xs, ys = ([p[i] for _, points in kept for p in points] for i in (0, 1))
     low_x = min(xs) if log_x else min(0.0, *xs)
-    axes = Axes((low_x, max(*xs, low_x * 1.01 + 1e-9)), (min(0.0, *ys), max(*ys, 1e-9)), log=(log_x, False))
+    axes = Axes(
+        (low_x, max(*xs, low_x * 1.01 + 1e-9)), (min(0.0, *ys), max(*ys, 1e-9)), log=(log_x, False), right=LEGEND
+    )
     parts = axes.frame(x_label, y_label)
     for i, (name, points) in enumerate(kept):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (axes.at(*p) for p in points))
-        parts.append(f'<polyline points="{path}" class="line c{i % COLOURS}"/>')
+        parts.append(f'<polyline points="{path}" class="{curve(i)}"/>')
         parts += legend(i, name)
     return document(parts, title)
 
 
+def curve(i: int) -> str:
+    """The class of curve ``i``: five colours, then the same dashed."""
+    return f"line c{i % COLOURS}" + (" dashed" if i // COLOURS % 2 else "")
+
+
 def legend(i: int, name: str) -> list[str]:
-    y = HEIGHT - BOTTOM - 16 - 20 * i
-    right = WIDTH - RIGHT - 8
-    return [line(right - 22, y - 4, right, y - 4, f"line c{i % COLOURS}"), text(right - 30, y, name, "end")]
+    """To the right of the frame, from the top."""
+    y, start = TOP + 12 + 20 * i, WIDTH - LEGEND + 12
+    return [line(start, y - 4, start + 22, y - 4, curve(i)), text(start + 28, y, name)]
 
 
 def bars(title: str, x_label: str, rows: Sequence[Bar]) -> str:
@@ -203,7 +210,17 @@ def roofline(read_gb_s: float, fma_gflop_s: float, dot_gop_s: float, points: Seq
         parts.append(text(x - 6, y - 6, f"{name} {top:.0f}", "end"))
     x, y = axes.at(1.0, read_gb_s)
     parts.append(text(x - 10, y - 10, f"{read_gb_s:.1f} GB/s", "end"))
-    for name, intensity, rate in points:
+    taken: list[tuple[float, float]] = []
+    for name, intensity, rate in sorted(points, key=lambda point: point[1]):
         x, y = axes.at(intensity, rate)
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" class="f2"/>', text(x + 8, y + 4, name)]
+        wide = 7.5 * len(name)
+        left = x + wide + 12 > WIDTH
+        at = y + 18
+        while any(abs(at - other_y) < 14 and abs(x - other_x) < wide + 16 for other_x, other_y in taken):
+            at += 15
+        taken.append((x, at))
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" class="f2"/>',
+            text(x - 6 if left else x + 6, at, name, "end" if left else "start"),
+        ]
     return document(parts, "Roofline")

@@ -61,10 +61,6 @@ MUSTS: dict[str, dict[str, float]] = {
 }
 
 
-def asked_for(model: Path) -> dict[str, float]:
-    return next((row for mark, row in MUSTS.items() if mark in model.name.upper()), {})
-
-
 class Pair:
     """Both servers with the same kind of caching, llama-server with given settings."""
 
@@ -140,7 +136,7 @@ def run(
                 warm(pair.ours)
                 for name in chosen:
                     result[name] = one_load(report, pair, name, rounds, args.quick, deadline)
-                    table |= rows_of(name, result[name], asked_for(model).get(name))
+                    table |= rows_of(name, result[name], compare.asked_for(model, MUSTS).get(name))
                 for target in (pair.ours, pair.theirs):
                     if target is not None:
                         watch.count_as_ours(cpu_seconds(process_tree(target.pid)))

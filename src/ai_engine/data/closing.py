@@ -273,7 +273,8 @@ class Closer:
         if not found:
             return None
         found.sort(key=lambda ending: len(ending.text))
-        spread = self._size(found[-1].text) - self._size(found[0].text) + max(ending.jump for ending in found)
+        spread = self._size(found[-1].text) - self._size(found[0].text)
+        spread = max(spread, *(ending.jump for ending in found))
         unique = {(ending.text, ending.search): ending._replace(jump=spread) for ending in found}
         return list(unique.values())[:MAX_ENDINGS]
 
@@ -347,7 +348,7 @@ class Closer:
         rest = self._array_rest(shape, frame.count + 1, self.smallest)
         if inner is None or rest is None:
             return []
-        return [ending._replace(text=ending.text + rest, jump=ending.jump + jump) for ending in inner]
+        return [ending._replace(text=ending.text + rest, jump=max(ending.jump, jump)) for ending in inner]
 
     def _array_rest(self, shape: Node, count: int, least: Callable[[Any], bytes | None]) -> bytes | None:
         """From the end of an item: what ``minItems`` still wants, and the bracket."""
@@ -387,7 +388,7 @@ class Closer:
         rest = self._object_rest(shape, frame.keys, self.smallest)
         if inner is None or rest is None:
             return []
-        return [ending._replace(text=ending.text + rest, jump=ending.jump + jump) for ending in inner]
+        return [ending._replace(text=ending.text + rest, jump=max(ending.jump, jump)) for ending in inner]
 
     def _end_key(self, shape: Node, frame: Frame, left: list[str], jump: int) -> list[Ending]:
         """A name has begun, or is due: each that it may become, with the smallest value."""
@@ -405,7 +406,7 @@ class Closer:
             with_key = self._with_key(shape, frame.keys, dumps(name), begun)
             if with_key is not None:
                 found.append(with_key)
-        return [ending._replace(jump=ending.jump + jump) for ending in found]
+        return [ending._replace(jump=max(ending.jump, jump)) for ending in found]
 
     def _with_key(self, shape: Node, keys: list[str], written: bytes, begun: bytes) -> Ending | None:
         try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from typing import Any, Final
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ai_engine.contracts.json_schema import Document, Node, children, json_block, lowered, pointer_part, refuse
 from ai_engine.contracts.json_text import decode_json
@@ -163,8 +165,8 @@ class Compiler:
         elif constraint.kind == "regex":
             body = f"/{llguidance.regex_to_lark(constraint.text, use_ascii='dw')}/"
         else:
-            body = f"%lark {{\n{constraint.text}\n}}"
-        start = self._matcher(_after(constraint.after, self._vocabulary, body))
+            body = f"%lark {{\n{self._lark(constraint)}\n}}"
+        start = self._matcher(whole_grammar(self._vocabulary, body, constraint.after, constraint.opens))
         problem = _problem(start)
         if problem and schema is not None:
             self._locate(schema, problem)
@@ -177,6 +179,14 @@ class Compiler:
             return decode_json(text.encode())
         except InvalidJson as error:
             raise InvalidJsonSchema(f"{self._param}: the schema is not JSON: {error}", param=self._param) from error
+
+    def _lark(self, constraint: Constraint) -> str:
+        if constraint.kind == "lark":
+            return constraint.text
+        try:
+            return gbnf_to_lark(constraint.text)
+        except (ValueError, AssertionError, IndexError, KeyError, RecursionError) as error:
+            raise InvalidJsonSchema(f"{self._param}: not a GBNF grammar: {error}", param=self._param) from error
 
     def _matcher(self, lark: str) -> llguidance.LLMatcher:
         limits = llguidance.LLParserLimits(**LIMITS)
@@ -200,9 +210,9 @@ class Compiler:
                 shortest = None
         elif not constraint.after and constraint.kind == "regex":
             shortest = search(vocabulary, start, lambda matcher, text: matcher.is_accepting(), WORD_S)
-        grammar = LlGrammar(vocabulary, start, closer, constraint.after)
+        grammar = LlGrammar(vocabulary, start, closer, constraint)
         if shortest is not None:
-            tokens = grammar.prefix(constraint.after) + vocabulary.tokens_of(shortest)
+            tokens = grammar.prefix(b"") + vocabulary.tokens_of(shortest)
             if verified(start, tokens):
                 grammar.min_tokens = len(tokens) + 1
         if not grammar.min_tokens:
@@ -215,7 +225,7 @@ class Compiler:
         key = json.dumps(wanted, sort_keys=True)
         if key not in self._words:
             left_s = min(WORD_S, self._words_until - time.monotonic())
-            matcher = self._matcher(_after("", self._vocabulary, json_block({"type": "string", **wanted})))
+            matcher = self._matcher(whole_grammar(self._vocabulary, json_block({"type": "string", **wanted})))
             self._words[key] = (
                 None
                 if matcher.is_error() or left_s <= 0
@@ -250,19 +260,27 @@ class Compiler:
             )
 
     def _problem_of(self, schema: Node) -> str:
-        return _problem(self._matcher(_after("", self._vocabulary, json_block(schema))))
+        return _problem(self._matcher(whole_grammar(self._vocabulary, json_block(schema))))
 
 
-def _after(after: str, vocabulary: Vocabulary, body: str) -> str:
-    head = '%llguidance {"no_forcing": true}\n'
+HEAD: Final = '%llguidance {"no_forcing": true}\n'
+
+
+def whole_grammar(vocabulary: Vocabulary, body: str, after: str = "", opens: str = "") -> str:
+    """A Lark grammar of ``body`` (a term), or of a reasoning part and then ``body``."""
     if not after:
-        return f"{head}start: {body}\n"
-    token = vocabulary.special_ids.get(after.encode())
-    if token is not None:
-        begin = f"start: before <[{token}]> gap body\nbefore: /(?s:.*)/\n"
+        return f"{HEAD}start: {body}\n"
+
+    def tag(text: str) -> str:
+        token = vocabulary.special_ids.get(text.encode())
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    if after.encode() in vocabulary.special_ids:
+        thought = f"thought: THOUGHT {tag(after)}\nTHOUGHT: /(?s:.*)/\n"
     else:
-        begin = f"start: before gap body\nbefore[suffix={json.dumps(after)}]: /(?s:.*)/\n"
-    return f"{head}{begin}gap: /[ \\n]{{0,3}}/\nbody: {body}\n"
+        thought = f"thought[suffix={json.dumps(after)}]: /(?s:.*)/\n"
+    start = f"({tag(opens)} thought gap)? body" if opens else "thought gap body"
+    return f"{HEAD}start: {start}\n{thought}gap: /[ \\n]{{0,3}}/\nbody: {body}\n"
 
 
 def _problem(matcher: llguidance.LLMatcher) -> str:
@@ -273,7 +291,10 @@ def _problem(matcher: llguidance.LLMatcher) -> str:
 
 
 def _first_lines(problem: str) -> str:
-    return " ".join(problem.split("<state>")[0].split())[:300]
+    """What it says, without the grammar that it quotes."""
+    text = re.split(r"\n *\d+ \| |<state>|<non-verbose/>", problem)[0]
+    text = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
+    return " ".join(text.split())[:300]
 
 
 def verified(matcher: llguidance.LLMatcher, tokens: Sequence[int]) -> bool:
@@ -285,19 +306,36 @@ def verified(matcher: llguidance.LLMatcher, tokens: Sequence[int]) -> bool:
 class LlGrammar:
     """Implements ports.grammar.Grammar. ``closer`` None: its texts may end at the token limit, unfinished."""
 
-    def __init__(self, vocabulary: Vocabulary, start: llguidance.LLMatcher, closer: Closer | None, after: str) -> None:
-        self.vocabulary, self.closer, self.after = vocabulary, closer, after.encode()
+    def __init__(
+        self, vocabulary: Vocabulary, start: llguidance.LLMatcher, closer: Closer | None, constraint: Constraint
+    ) -> None:
+        self.vocabulary, self.closer = vocabulary, closer
         self.min_tokens = 0
         self._start = start
+        self._after, self._opens = constraint.after.encode(), constraint.opens.encode()
         self.lock = threading.Lock()  # of the closer's tables, which grow as they are used
 
     def open(self) -> LlMatcher:
         return LlMatcher(self, self._start.deep_copy())
 
-    def prefix(self, text: str) -> list[int]:
-        """Tokens of (the rest of) the text after which the constraint begins."""
-        special = self.vocabulary.special_ids.get(text.encode())
-        return [special] if special is not None else self.vocabulary.tokens_of(text.encode())
+    def body_of(self, text: bytes) -> bytes | None:
+        """The part of a text that is under the schema; None: it is before that."""
+        if not self._after or not text.startswith(self._opens):
+            return None if self._opens and text and self._opens.startswith(text) else text
+        at = text.find(self._after)
+        return None if at < 0 else text[at + len(self._after) :].lstrip()
+
+    def prefix(self, text: bytes) -> list[int]:
+        """Tokens from the end of ``text`` to where the schema begins."""
+        if self.body_of(text) is not None or not self._after:
+            return []
+        special_ids, rest = self.vocabulary.special_ids, b""
+        if not text.startswith(self._opens):
+            rest, text = self._opens[len(text) :], b""
+        if self._after in special_ids:
+            return [*self.vocabulary.tokens_of(rest), special_ids[self._after]]
+        begun = next(n for n in range(len(self._after) - 1, -1, -1) if text.endswith(self._after[:n]))
+        return self.vocabulary.tokens_of(rest + self._after[begun:])
 
 
 class LlMatcher:
@@ -383,14 +421,8 @@ class LlMatcher:
         """(tokens, jump) of a short ending that the matcher takes."""
         vocabulary = self._grammar.vocabulary
         text = b"".join([vocabulary.pieces[token] for token in self._tokens])
-        prefix: list[int] = []
-        if self._grammar.after:
-            at = text.find(self._grammar.after)
-            if at < 0:
-                after = self._grammar.after
-                begun = next(n for n in range(len(after) - 1, -1, -1) if text.endswith(after[:n]))
-                prefix = self._grammar.prefix(after[begun:].decode("utf-8", "ignore"))
-            text = b"" if at < 0 else text[at + len(self._grammar.after) :].lstrip()
+        prefix = self._grammar.prefix(text)
+        text = self._grammar.body_of(text) or b""
         with self._grammar.lock:
             endings = closer.endings(text)
         for ending in endings or ():

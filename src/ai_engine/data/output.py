@@ -57,6 +57,7 @@ class OutputPath:
         *,
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
         form: ReplyForm = TEXT_ONLY,
         call_ids: str = "",
     ) -> None:
@@ -71,6 +72,7 @@ class OutputPath:
             self._tools = ToolStage(calls, form.names, call_ids=call_ids, one_call=form.one_call)
             marks += calls.marks
         self._marks = frozenset(mark.encode() for mark in marks)
+        self._min_tokens = min_tokens
         self._stops = StopMatcher(stops, include=include_stop) if stops else None
         self._waiting: deque[_Waiting] = deque()
         self._decoded = 0  # characters out of the UTF-8 stage
@@ -166,7 +168,7 @@ class OutputPath:
         if self._stops is None:
             self._show(text, out)
             return
-        step = self._stops.push(text)
+        step = self._stops.push(text, may_end=self.num_tokens >= self._min_tokens)
         self._show(step.text, out)
         if step.matched is not None:
             self.stop = step.matched

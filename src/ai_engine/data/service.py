@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from ai_engine.data.chat import encode_chat
+from ai_engine.data.infill import encode_infill
 from ai_engine.data.output import OutputPath
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
@@ -70,15 +71,16 @@ class ModelText:
             ),
         )
 
-    async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread(len(text)), lambda: self._encode(text, add_special)
+    async def encode_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> Encoded:
+        return await self._encode(
+            len(text), lambda: self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
         )
 
-    def _encode(self, text: str, add_special: bool) -> Encoded:
-        begun_s = time.monotonic()
-        encoded = self.tokenizer.encode(text, add_special=add_special)
-        return msgspec.structs.replace(encoded, stamps=(begun_s, begun_s, time.monotonic()))
+    async def encode_infill(self, prefix: str, suffix: str) -> Encoded:
+        return await self._encode(len(prefix) + len(suffix), lambda: encode_infill(self.tokenizer, prefix, suffix))
+
+    async def _encode(self, num_chars: int, encode: Callable[[], Encoded]) -> Encoded:
+        return await asyncio.get_running_loop().run_in_executor(self._thread(num_chars), _stamped, encode)
 
     def token_bytes(self, token: int) -> bytes:
         return self.tokenizer.piece(token, skip_special=False)
@@ -92,11 +94,18 @@ class ModelText:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
         form: ReplyForm = TEXT_ONLY,
         call_ids: str = "",
     ) -> OutputPath:
         return OutputPath(
-            self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special, form=form, call_ids=call_ids
+            self.tokenizer,
+            stops,
+            include_stop=include_stop,
+            skip_special=skip_special,
+            min_tokens=min_tokens,
+            form=form,
+            call_ids=call_ids,
         )
 
     def close(self) -> None:
@@ -105,6 +114,12 @@ class ModelText:
 
     def _thread(self, num_chars: int) -> ThreadPoolExecutor:
         return self._short if num_chars < LONG_CHARS else self._long
+
+
+def _stamped(encode: Callable[[], Encoded]) -> Encoded:
+    begun_s = time.monotonic()
+    encoded = encode()
+    return msgspec.structs.replace(encoded, stamps=(begun_s, begun_s, time.monotonic()))
 
 
 def _num_chars(value: Any, enough: int) -> int:

@@ -70,9 +70,9 @@ class StopMatcher:
                 queue.append(child)
             self._match[node] = self._match[node] or self._match[self._fail[node]]
 
-    def push(self, text: str, start: int = 0) -> StopStep:
+    def push(self, text: str, start: int = 0, *, may_end: bool = True) -> StopStep:
         """Take the next piece, from ``start`` on; the text released, and the stop if one is now complete. Nothing comes
-        after a stop."""
+        after a stop. Without ``may_end`` a stop that is complete in this piece is text like any other."""
         if self._ended or start >= len(text):
             return StopStep("", used=start)
         state, nodes = self._state, self._next
@@ -82,7 +82,7 @@ class StopMatcher:
                 state = self._fail[state]
             state = nodes[state].get(char, 0)
             stop = self._match[state]
-            if stop is not None:
+            if stop is not None and may_end:
                 return self._end(self._held + text[start : index + 1], stop, index + 1)
         self._state = state
         seen = self._held + text[start:]

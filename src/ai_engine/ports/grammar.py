@@ -14,19 +14,21 @@ from numpy.typing import NDArray
 
 U32 = NDArray[np.uint32]
 
-ConstraintKind = Literal["json_object", "json_schema", "regex", "lark"]
+ConstraintKind = Literal["json_object", "json_schema", "regex", "lark", "gbnf"]
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """``text`` is the schema as JSON text, the pattern, or the grammar; "" for json_object.
 
-    ``after``: the constraint begins after this text (the end tag of a reasoning part); "" means at once.
+    ``after``: the constraint begins after this text (the end tag of a reasoning part); "" means at once. ``opens``:
+    that part is there only if the text begins with this tag; "": it has begun.
     ``param`` is the request's field to name in an error.
     """
 
     kind: ConstraintKind
     text: str = ""
     after: str = ""
+    opens: str = ""
     param: str = "response_format"
 
 
@@ -77,4 +79,4 @@ class Grammars(Protocol):
 
 def constraint_key(constraint: Constraint) -> Any:
     """Equal constraints have equal keys: what a cache of compiled grammars goes by."""
-    return constraint.kind, constraint.text, constraint.after
+    return constraint.kind, constraint.text, constraint.after, constraint.opens

@@ -168,8 +168,13 @@ class TextService(Protocol):
         Raises InvalidRequest when the template refuses them."""
         ...
 
-    async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
-        """A plain prompt; BOS where the model wants one."""
+    async def encode_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> Encoded:
+        """A plain prompt; BOS where the model wants one, and the text of control tokens as those tokens."""
+        ...
+
+    async def encode_infill(self, prefix: str, suffix: str) -> Encoded:
+        """A prompt whose answer goes between the two. Raises UnsupportedParameter when the model has no tokens that
+        say so."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -186,8 +191,10 @@ class TextService(Protocol):
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
         form: ReplyForm = TEXT_ONLY,
         call_ids: str = "",
     ) -> OutputStream:
-        """``stops`` apply to visible text alone. Call i gets the id "call_" + ``call_ids`` + i in hex."""
+        """``stops`` apply to visible text alone; one that is complete before token ``min_tokens`` is text. Call i gets
+        the id "call_" + ``call_ids`` + i in hex."""
         ...

@@ -120,6 +120,7 @@ class Service:
                 f"the queue is full: {requests} requests (limit {config.max_queue_requests}) with about {tokens} tokens"
                 f" (limit {config.max_queue_tokens}) wait; try again in {wait_s:.0f} s",
                 retry_after_s=wait_s,
+                details={"queue": "full" if fits else "short of tokens", "queued_requests": requests},
             )
 
     def _wait_s(self, tokens: int) -> float:

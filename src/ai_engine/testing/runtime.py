@@ -18,6 +18,9 @@ from ai_engine.ports.serving import TokenLogprob
 from ai_engine.testing.clock import VirtualClock
 from ai_engine.testing.serving import fake_logprob
 
+StepSeconds = Callable[[Sequence[tuple[int, int, int]]], float]
+"""(rows, logits rows, tokens computed before) of each sequence of a step -> how long it takes."""
+
 NextToken = Callable[[SequenceSpec, Sequence[int]], int]
 """(spec, all tokens so far) -> the next token."""
 
@@ -85,6 +88,8 @@ class FakeRuntime:
         clock: Clock | None = None,
         seconds_per_step: float = 0.001,
         seconds_per_row: float = 0.0001,
+        step_seconds: StepSeconds | None = None,
+        memory: MemoryReport | None = None,
         on_step: Callable[[StepPlan], None] | None = None,
         poison: Callable[[SequenceSpec], bool] = lambda spec: False,
     ) -> None:
@@ -93,8 +98,12 @@ class FakeRuntime:
         self._page_tokens = page_tokens
         self._num_pages = num_pages
         self._clock = clock or VirtualClock()
-        self._seconds_per_step = seconds_per_step
-        self._seconds_per_row = seconds_per_row
+        self._step_seconds = step_seconds or (
+            lambda parts: seconds_per_step + seconds_per_row * sum(rows for rows, _, _ in parts)
+        )
+        self._memory = memory or MemoryReport(
+            weights=1000, kv=num_pages * 100, activations=10, workspace=1, kv_bytes_per_token=6
+        )
         self.on_step = on_step
         self.poison = poison
         self.plans: list[StepPlan] = []
@@ -112,7 +121,7 @@ class FakeRuntime:
 
     @property
     def memory(self) -> MemoryReport:
-        return MemoryReport(weights=1000, kv=self._num_pages * 100, activations=10, workspace=1, kv_bytes_per_token=6)
+        return self._memory
 
     @property
     def open_sequences(self) -> int:
@@ -148,10 +157,10 @@ class FakeRuntime:
         if self.on_step is not None:
             self.on_step(plan)
         kept_rows = self._check(plan)
+        parts = [self._part(work) for work in plan.work]
         outputs = [self._run(work) for work in plan.work]
         if isinstance(self._clock, VirtualClock):
-            rows = sum(work.num_tokens + len(work.draft) for work in plan.work)
-            self._clock.advance(self._seconds_per_step + self._seconds_per_row * rows)
+            self._clock.advance(self._step_seconds(parts))
         return StepResult(
             step=plan.step,
             outputs=outputs,
@@ -251,6 +260,10 @@ class FakeRuntime:
         assert rows <= self._limits.max_step_tokens, rows
         assert kept <= self._limits.max_logit_rows, kept
         return kept
+
+    def _part(self, work: Work) -> tuple[int, int, int]:
+        seq = self._sequences[work.seq_id]
+        return work.num_tokens + len(work.draft), self._logit_rows(seq, work), seq.computed
 
     @staticmethod
     def _logit_rows(seq: _Sequence, work: Work) -> int:

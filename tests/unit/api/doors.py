@@ -71,8 +71,11 @@ class ByteText:
         )
         return Encoded(self.tokenizer.encode(prompt).ids, form)
 
-    async def encode_prompt(self, text: str, *, add_special: bool = True) -> Encoded:
-        return self.tokenizer.encode(text, add_special=add_special)
+    async def encode_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> Encoded:
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    async def encode_infill(self, prefix: str, suffix: str) -> Encoded:
+        return self.tokenizer.encode(f"<bos>{prefix}<eos>{suffix}<|im_end|>")
 
     def token_bytes(self, token: int) -> bytes:
         return self.tokenizer.piece(token, skip_special=False)
@@ -86,11 +89,18 @@ class ByteText:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
         form: ReplyForm = TEXT_ONLY,
         call_ids: str = "",
     ) -> OutputStream:
         return OutputPath(
-            self.tokenizer, stops, include_stop=include_stop, skip_special=skip_special, form=form, call_ids=call_ids
+            self.tokenizer,
+            stops,
+            include_stop=include_stop,
+            skip_special=skip_special,
+            min_tokens=min_tokens,
+            form=form,
+            call_ids=call_ids,
         )
 
 

@@ -43,6 +43,8 @@ EFFECTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": "o w", "include_stop_str_in_output": True}, {"text": "Hello w", "stop_reason": "o w"}),
     ({"stop_token_ids": [EOS]}, {"text": "Hello world", "stop_reason": EOS}),
     ({"skip_special_tokens": False, "include_stop_str_in_output": True}, {"text": "Hello world<eos>"}),
+    ({"stop": ["ell", "o w"], "min_tokens": 5}, {"text": "Hell", "stop_reason": "o w"}),
+    ({"suffix": "!"}, {"text": "Hello world"}),
     ({"echo": True}, {"text": "HiHello world"}),
     ({"return_token_ids": True}, {"token_ids": [*b"Hello world", EOS], "prompt_token_ids": [*b"Hi"]}),
     ({"return_token_ids": True, "stop": "llo"}, {"token_ids": [*b"Hello"], "text": "He"}),
@@ -108,6 +110,12 @@ async def test_echo_shows_as_many_of_the_best_as_logprobs_asks_whatever_prompt_l
     assert len(choice["prompt_logprobs"][1]) == 5
 
 
+async def test_a_suffix_makes_an_infilling_prompt() -> None:
+    serving = ScriptedServing(speak)
+    await client(serving).complete(prompt=["a", "b"], suffix="!")
+    assert [request.prompt for request in serving.requests] == [[256, 97, 257, 33, 259], [256, 98, 257, 33, 259]]
+
+
 @pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}], ids=str)
 async def test_max_tokens_0_scores_and_says_nothing(fields: dict[str, Any]) -> None:
     door = client(ScriptedServing(speak))
@@ -137,6 +145,9 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"priority": 1001}, "priority", "from -1000 to 1000", "invalid_value"),
     ({"min_p": 1.5}, "min_p", "from 0 to 1", "invalid_value"),
     ({"min_tokens": -1}, "min_tokens", "from 0 to", "invalid_value"),
+    ({"suffix": "!", "echo": True}, "suffix", "with echo or token ids", "invalid_value"),
+    ({"suffix": "!", "prompt": [1]}, "suffix", "with echo or token ids", "invalid_value"),
+    ({"suffix": 1}, "suffix", "expected a string", "invalid_value"),
     ({"best_of": 2}, "best_of", "only best_of 1", "unsupported_parameter"),
     ({"ignore_eos": "yes"}, "ignore_eos", "found the string 'yes'", "invalid_value"),
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output", "found 1", "invalid_value"),

@@ -228,3 +228,13 @@ def test_long_streams_take_linear_time() -> None:
     matcher = StopMatcher(stops)
     text = "a" * 200_000
     assert len(matcher.push(text).text) == len(text) - 500
+
+
+@given(st.text("ab", max_size=20), st.sampled_from(["a", "ab", "aba", "bb"]), st.integers(0, 12))
+def test_a_stop_before_min_tokens_is_text_and_the_first_one_after_it_ends(text: str, stop: str, least: int) -> None:
+    tokens = Pieces([bytes((byte,)) for byte in range(256)])
+    output = OutputPath(tokens, [stop], min_tokens=least)
+    found = "".join(output.push([byte]).text for byte in text.encode()) + output.finish().text
+    ends = [end for end in range(len(stop), len(text) + 1) if text[:end].endswith(stop) and end >= least]
+    assert found == (text[: ends[0] - len(stop)] if ends else text)
+    assert output.num_tokens == (ends[0] if ends else len(text))

@@ -40,10 +40,10 @@ async def test_a_long_text_does_not_hold_up_short_ones(monkeypatch: pytest.Monke
     text = ModelText(open_model(TINY / "llama-tied").tokenizer())
     encode, go_on = text.tokenizer.encode, threading.Event()
 
-    def wait_if_long(source: str, *, add_special: bool = True) -> Encoded:
+    def wait_if_long(source: str, **options: bool) -> Encoded:
         if len(source) >= LONG_CHARS:
             assert go_on.wait(30)
-        return encode(source, add_special=add_special)
+        return encode(source, **options)
 
     monkeypatch.setattr(text.tokenizer, "encode", wait_if_long)
     message = {"role": "user", "content": "Hello"}
