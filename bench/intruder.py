@@ -190,7 +190,9 @@ def main() -> int:
     finally:
         server.stop()
     result = {"settings": vars(args), "held_in_rounds": verdicts(rounds), "of": len(rounds), "rounds": rounds}
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(result["held_in_rounds"])).decode() + f" of {len(rounds)}\n")
+    sys.stdout.write(
+        msgspec.json.format(msgspec.json.encode(result["held_in_rounds"])).decode() + f" of {len(rounds)}\n"
+    )
     if args.save:
         sys.stdout.write(f"written: {save('intruder-' + args.model, result).name}\n")
     return 0
