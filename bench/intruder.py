@@ -156,7 +156,8 @@ def verdicts(rounds: list[dict[str, Any]]) -> dict[str, int]:
 
 
 async def measure(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    draw, rounds, until_s = random.Random(args.seed), [], time.monotonic() + args.limit_s
+    draw, until_s = random.Random(args.seed), time.monotonic() + args.limit_s
+    rounds: list[dict[str, Any]] = []
     with StealWatch() as watch:
         for number in range(args.rounds):
             if rounds and time.monotonic() > until_s:

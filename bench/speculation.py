@@ -137,8 +137,8 @@ class Player:
 
     async def settled(self) -> tuple[int, int, int]:
         """(steps, guesses, of them right) since the last call, once the engine is free for the other player."""
-        while not self.service.loop.idle:  # it has sequences to release after the last chunk
-            await asyncio.sleep(0.001)  # noqa: ASYNC110 - the loop is a thread and tells nobody that it sleeps
+        while not self.service.loop.idle:  # noqa: ASYNC110 - a thread that releases sequences and then just sleeps
+            await asyncio.sleep(0.001)
         steps = self.telemetry.of(StepDone)
         self.telemetry.events.clear()
         return len(steps), sum(s.drafted for s in steps), sum(s.accepted for s in steps)
