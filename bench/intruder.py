@@ -156,7 +156,8 @@ def verdicts(rounds: list[dict[str, Any]]) -> dict[str, int]:
 
 
 async def measure(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    draw, rounds, until_s = random.Random(args.seed), [], time.monotonic() + args.limit_s
+    draw, until_s = random.Random(args.seed), time.monotonic() + args.limit_s
+    rounds: list[dict[str, Any]] = []
     with StealWatch() as watch:
         for number in range(args.rounds):
             if rounds and time.monotonic() > until_s:
@@ -190,7 +191,9 @@ def main() -> int:
     finally:
         server.stop()
     result = {"settings": vars(args), "held_in_rounds": verdicts(rounds), "of": len(rounds), "rounds": rounds}
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(result["held_in_rounds"])).decode() + f" of {len(rounds)}\n")
+    sys.stdout.write(
+        msgspec.json.format(msgspec.json.encode(result["held_in_rounds"])).decode() + f" of {len(rounds)}\n"
+    )
     if args.save:
         sys.stdout.write(f"written: {save('intruder-' + args.model, result).name}\n")
     return 0

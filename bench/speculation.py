@@ -71,15 +71,22 @@ class Forced:
         return out
 
 
-async def read_transcripts(model: str, folder: Path = TRANSCRIPTS) -> list[Transcript]:
+def read_texts() -> list[tuple[str, str, str]]:
+    """(name, prompt, answer) of each transcript."""
+    parts = [
+        (path.stem, path.read_text(encoding="utf-8").partition(BORDER)) for path in sorted(TRANSCRIPTS.glob("*.txt"))
+    ]
+    return [(name, prompt, answer) for name, (prompt, _, answer) in parts]
+
+
+async def read_transcripts(model: str) -> list[Transcript]:
     """The transcripts as the model's tokens."""
     with contextlib.closing(open_model(resolve(model))) as file:
         text = app.build_text(file.tokenizer())
     made = []
-    for path in sorted(folder.glob("*.txt")):
-        prompt, _, answer = path.read_text(encoding="utf-8").partition(BORDER)
-        ids = [list((await text.encode_prompt(part)).ids) for part in (prompt, answer)]
-        made.append(Transcript(path.stem, ids[0], ids[1]))
+    for name, *parts in read_texts():
+        prompt, answer = [list((await text.encode_prompt(part)).ids) for part in parts]
+        made.append(Transcript(name, prompt, answer))
     text.close()
     return made
 
@@ -130,7 +137,7 @@ class Player:
 
     async def settled(self) -> tuple[int, int, int]:
         """(steps, guesses, of them right) since the last call, once the engine is free for the other player."""
-        while not self.service.loop.idle:
+        while not self.service.loop.idle:  # noqa: ASYNC110 - a thread that releases sequences and then just sleeps
             await asyncio.sleep(0.001)
         steps = self.telemetry.of(StepDone)
         self.telemetry.events.clear()
@@ -192,7 +199,8 @@ async def measure(args: argparse.Namespace, engine: Engine, forced: Forced) -> d
 def summary(table: Mapping[str, Any], kind: str) -> float:
     """Time of all transcripts of a kind without look-up to their time with it."""
     rows = [row for name, row in table.items() if name.startswith(kind)]
-    return round(sum(row["off_s"] for row in rows) / sum(row["lookup_s"] for row in rows), 3)
+    off_s, on_s = (sum(float(row[key]) for row in rows) for key in ("off_s", "lookup_s"))
+    return round(off_s / on_s, 3)
 
 
 def main() -> int:

@@ -55,6 +55,7 @@ ROUTES: dict[str, Mapping[str, Handler]] = {
     "/responses": {"POST": responses.responses},
     "/responses/input_tokens": {"POST": responses.input_tokens},
     "/tokenize": {"POST": texts.tokenize},
+    "/tokenizer_info": {"GET": texts.tokenizer_info},
     "/detokenize": {"POST": texts.detokenize},
     "/apply-template": {"POST": texts.apply_template},
     "/openapi.json": {"GET": openapi.openapi},

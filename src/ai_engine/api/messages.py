@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
+import msgspec
+
 from ai_engine.api import rest
 from ai_engine.api.events import write_events
 from ai_engine.api.generation import Generation
@@ -36,6 +38,7 @@ from ai_engine.contracts.fields import (
     Unsupported,
     Unused,
 )
+from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.text import TextService
 
 DEFAULT_TOKENS: Final = 4096
@@ -136,7 +139,14 @@ def read_message(body: Any, fields: Record, chat: Record, model: ServedModel, *,
     """A Messages request, checked. Raises InvalidRequest or ModelNotFound."""
     at = Checking(strict=strict)
     got = fields.check(body, at)
-    return chat_ask(_as_chat(got, chat, at), model, at, default_tokens=DEFAULT_TOKENS)
+    ask = chat_ask(_as_chat(got, chat, at), model, at, default_tokens=DEFAULT_TOKENS)
+    field = "output_format" if "output_format" in got else "output_config.format"
+    return msgspec.structs.replace(ask, constraint=renamed(ask.constraint, field))
+
+
+def renamed(constraint: Constraint | None, param: str) -> Constraint | None:
+    """The constraint under the name that the caller knows it by."""
+    return None if constraint is None else msgspec.structs.replace(constraint, param=param)
 
 
 def _as_chat(got: dict[str, Any], chat: Record, at: Checking) -> dict[str, Any]:

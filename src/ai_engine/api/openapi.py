@@ -83,6 +83,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
         method="post", summary="Tokens that a response's prompt has", body="ResponseRequest", reply="ResponseTokens"
     ),
     "/tokenize": Operation(method="post", summary="Text or messages to ids", body="TokenizeRequest", reply="Tokens"),
+    "/tokenizer_info": Operation(method="get", summary="What the tokeniser is", reply="Tokenizer"),
     "/detokenize": Operation(method="post", summary="Ids to text", body="DetokenizeRequest", reply="Detokenized"),
     "/apply-template": Operation(
         method="post", summary="A conversation as the model sees it", body="TemplateRequest", reply="Template"

@@ -19,7 +19,7 @@ from ai_engine.api import rest
 from ai_engine.api.events import write_events
 from ai_engine.api.generation import Generation
 from ai_engine.api.http import Exchange
-from ai_engine.api.messages import check_fields
+from ai_engine.api.messages import check_fields, renamed
 from ai_engine.api.openai_types import Ask, ServedModel, chat_ask, chat_fields
 from ai_engine.api.replies import Answer, encode
 from ai_engine.api.response_events import ResponseVoice
@@ -203,7 +203,8 @@ def read_response(body: Any, fields: Record, chat: Record, model: ServedModel, *
     at = Checking(strict=strict)
     got = fields.check(body, at)
     ask = chat_ask(_as_chat(got, chat, at), model, at)
-    return msgspec.structs.replace(ask, prompt_field="input", max_tokens_field="max_output_tokens"), got
+    names = {"prompt_field": "input", "max_tokens_field": "max_output_tokens"}
+    return msgspec.structs.replace(ask, **names, constraint=renamed(ask.constraint, "text.format")), got
 
 
 def _as_chat(got: dict[str, Any], chat: Record, at: Checking) -> dict[str, Any]:

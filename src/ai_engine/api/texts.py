@@ -14,7 +14,7 @@ from ai_engine.api import rest
 from ai_engine.api.http import Exchange
 from ai_engine.api.openai_types import Ask, ServedModel, chat_ask, chat_fields
 from ai_engine.api.replies import encode
-from ai_engine.api.shapes import COUNT, TEXT, arr, obj
+from ai_engine.api.shapes import COUNT, TEXT, TEXT_OR_NULL, arr, obj
 from ai_engine.contracts.fields import Check, Checking, Flag, Integer, ListOf, Record, Schema, Text
 from ai_engine.ports.errors import InvalidValue
 from ai_engine.ports.text import TextService
@@ -129,6 +129,21 @@ async def apply_template(door: rest.Door, exchange: Exchange) -> None:
     await exchange.reply(200, _warned({"prompt": _shown(door.text, encoded.ids)}, at))
 
 
+async def tokenizer_info(door: rest.Door, exchange: Exchange) -> None:
+    """GET /tokenizer_info: what a client needs to use /tokenize as its tokeniser"""
+    text = door.text
+    ends = [_shown(text, [token]) for token in sorted(text.eos_ids)]
+    info = {
+        "bos_token": None if text.bos_id is None else _shown(text, [text.bos_id]),
+        "eos_token": ends[0] if ends else None,
+        "eos_tokens": ends,
+        "vocab_size": door.model.vocab_size,
+        "model_max_length": door.model.max_context,
+        "chat_template": text.template_source,
+    }
+    await exchange.reply(200, encode(info))
+
+
 _WARNED: Final[Mapping[str, Schema]] = {"warnings": arr(TEXT)}
 _PIECES: Final = arr(obj({"id": COUNT, "piece": {"anyOf": [TEXT, arr(COUNT)]}}))
 TEXT_SHAPES: Final[dict[str, Schema]] = {
@@ -138,6 +153,16 @@ TEXT_SHAPES: Final[dict[str, Schema]] = {
             obj({"tokens": {"anyOf": [arr(COUNT), _PIECES]}}, _WARNED),
         ]
     },
+    "Tokenizer": obj(
+        {
+            "bos_token": TEXT_OR_NULL,
+            "eos_token": TEXT_OR_NULL,
+            "eos_tokens": arr(TEXT),
+            "vocab_size": COUNT,
+            "model_max_length": COUNT,
+            "chat_template": TEXT,
+        }
+    ),
     "Detokenized": obj({"prompt": TEXT, "content": TEXT}, _WARNED),
     "Template": obj({"prompt": TEXT}, _WARNED),
 }

@@ -42,6 +42,14 @@ class ModelText:
         return self.tokenizer.vocab_size
 
     @property
+    def bos_id(self) -> int | None:
+        return self.tokenizer.bos_id
+
+    @property
+    def template_source(self) -> str:
+        return self.template.source
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         return self.tokenizer.eos_ids
 

@@ -50,10 +50,9 @@ def constraint_of(
     for index, function in offered:
         rules.add_function(function.get("name", ""), _schema(function, index, must))
     calls = rules.calls(1 if choice.only or not choice.parallel else MAX_CALLS) if must else rules.text_and_calls()
-    start = "start: thought? answer" if tags and not inside else "start: answer"
-    thought = rules.thought(tags) if tags and not inside else []
-    text = "\n".join([start, *thought, *calls, *rules.lines]) + "\n"
-    return Constraint(kind="lark", text=text, after=tags[1] if tags and inside else "", param="tools")
+    text = "\n".join(["start: answer", *calls, *rules.lines]) + "\n"
+    after, opens = ("", "") if tags is None else (tags[1], "" if inside else tags[0])
+    return Constraint(kind="lark", text=text, after=after, opens=opens, param="tools")
 
 
 def _schema(function: Mapping[str, Any], index: int, must: bool) -> dict[str, Any]:
@@ -103,16 +102,6 @@ class _Rules:
         if self._token_of(form.begin) is None:
             return [*rules, f"lead: until {call}{end}", f"until[lazy]: /(.|\\n)*{mark}/"]
         return [*rules, f"lead: TEXT {self._literal(form.begin)} {call}{end}"]
-
-    def thought(self, tags: tuple[str, str]) -> list[str]:
-        begin, end = (self._literal(tag) for tag in tags)
-        if self._token_of(tags[1]) is not None:
-            return [f"thought: {begin} THINKING {end} SPACE", f"THINKING: {_ANY}", "SPACE: /[ \\n]{0,2}/"]
-        return [
-            f"thought: {begin} thinking SPACE",
-            f"thinking[lazy]: /(.|\\n)*{_regex(tags[1])}/",
-            "SPACE: /[ \\n]{0,2}/",
-        ]
 
     def _one(self) -> str:
         return f"one: {' | '.join(self._names)}"

@@ -151,6 +151,17 @@ class TextService(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    @property
+    def template_source(self) -> str:
+        """The chat template as the model's files have it."""
+        ...
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

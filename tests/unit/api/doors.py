@@ -46,6 +46,18 @@ class ByteText:
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
 
+    @property
+    def bos_id(self) -> int | None:
+        return self.tokenizer.bos_id
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.tokenizer.eos_ids
+
+    @property
+    def template_source(self) -> str:
+        return "{% for m in messages %}{{ m.content }}{% endfor %}"
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -72,6 +72,13 @@ async def test_refusals(path: str, fields: dict[str, Any], status: int, param: s
     assert words in error["message"]
 
 
+async def test_what_the_tokeniser_is() -> None:
+    reply = (await client(text=ByteText(add_bos=True))("GET", "/tokenizer_info")).json()
+    validate(reply, "Tokenizer")
+    assert (reply["bos_token"], reply["eos_token"], reply["eos_tokens"]) == ("<bos>", "<eos>", ["<eos>", "<|im_end|>"])
+    assert (await client()("GET", "/v1/tokenizer_info")).json()["bos_token"] is None
+
+
 async def test_they_work_while_the_server_drains() -> None:
     door = client()
     door.api.draining = True
