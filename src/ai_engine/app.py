@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from ai_engine.data.service import ModelText
     from ai_engine.kernels.catalog import Cost
     from ai_engine.kernels.cpu.lang import Target
+    from ai_engine.observe.sampled import Roofline
     from ai_engine.ports.kernels import Call, Kernels
+    from ai_engine.observe.sampled import Roofline
     from ai_engine.ports.model import ModelFile, TokenizerData
     from ai_engine.runtime.plan import EngineOptions
     from ai_engine.serving.service import Service
@@ -177,6 +179,24 @@ def trace_source(runtime: Runtime) -> TraceSource | None:
             kv_shape=resources.kv_shape,
         ),
         PagesHandle(pages.path, len(pages), runtime.pool.page_tokens) if isinstance(pages, SharedBytes) else None,
+        runtime.limits.max_step_tokens,
+        os.getpid(),
+        {name: (arena.address, arena.nbytes) for name, arena in runtime.arenas.items()},
+    )
+
+
+def load_roofline(threads: int) -> Roofline | None:
+    """What `ai-engine bench machine` found that so many threads can do here; None: it has not run on this machine."""
+    from ai_engine.hardware.ceilings import load_ceilings
+    from ai_engine.observe.sampled import Roofline
+
+    found = load_ceilings()
+    if found is None:
+        return None
+    return Roofline(
+        found.best(found.read_gb_s, threads) * 1e9,
+        found.best(found.fma_gflop_s, threads) * 1e9,
+        found.best(found.dot_gop_s, threads) * 1e9,
     )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -33,17 +35,21 @@ from ai_engine.api.openai_types import ServedModel
 from ai_engine.api.protocol import bounded_http, connection_limit
 from ai_engine.config import EngineConfig, ServeConfig, host_and_port
 from ai_engine.data.service import ModelText
+from ai_engine.hardware.machine import read_machine
+from ai_engine.observe import probes
+from ai_engine.observe.host import EngineMemory, Host
 from ai_engine.observe.metrics import Metrics
 from ai_engine.observe.pages import PageReader
 from ai_engine.observe.otlp import Exporter
 from ai_engine.observe.recorder import Fanout
+from ai_engine.observe.sampled import Sampler
 from ai_engine.observe.steps import StepStore
 from ai_engine.observe.traces import Traces
 from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.errors import AiEngineError, ConfigError, EngineError, NotReady, error_from_code
 from ai_engine.ports.progress import Progress
 from ai_engine.ports.runtime import Limits, MemoryReport
-from ai_engine.ports.telemetry import KeysRead
+from ai_engine.ports.telemetry import EngineReady, KeysRead, LoopLag
 from ai_engine.ports.text import TextService
 from ai_engine.ports.trace import TraceSource
 from ai_engine.version import __version__
@@ -58,6 +64,7 @@ EXAMPLE_CHAT = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 UNKNOWN_LIMIT = 1 << 31
+LAG_EVERY_S = 0.25
 KEYS_POLL_S = 1.0
 """How soon a change of the keys file is seen; SIGHUP makes it now."""
 
@@ -146,6 +153,8 @@ class Gateway:
         self.traces = Traces(self.steps)
         self.pages = PageReader()
         self.telemetry = Fanout(self.metrics, self.traces)
+        self.memory = EngineMemory(self._pages_now)
+        self.servers: list[Server] = []
         self.exporter: Exporter | None = None
         if config.otlp_endpoint:
             resource = {"service.name": "ai_engine", "service.version": __version__, "ai_engine.model": self.name}
@@ -171,6 +180,40 @@ class Gateway:
         """An engine that has come: where its stamps and its pages can be read."""
         self.steps.attach(source)
         self.pages.attach(source.pages if source else None)
+        if source is None:
+            return
+        threads = source.rings.num_threads
+        self.traces.roofline = app.load_roofline(threads)
+        self.steps.on_period = Sampler(self.steps, self.metrics, self.traces.roofline)
+        self.memory.attach(source.pid, source.arenas)
+        ops = [call.op for call in source.program.calls]
+        self.metrics.emit(EngineReady(threads, source.program.kv_shape.page_tokens, source.max_step_tokens, ops))
+
+    def _add_probes(self) -> None:
+        machine = read_machine()
+        cores = machine.quota_cores if machine.quota_cores < machine.cores else machine.cores
+        host = Host(lambda: {"gateway": os.getpid(), "engine": self.memory.pid or os.getpid()}, cores)
+        tracing = functools.partial(probes.tracing, self.traces, self.telemetry, self.exporter)
+        self.metrics.probes += [host, self.memory, tracing, self._probe]
+
+    def _probe(self) -> Iterator[tuple[str, float, tuple[str, ...]]]:
+        yield "l7_api_http_connections_open", sum(len(s.server_state.connections) for s in self.servers), ()
+        yield "l6_ops_drain_state", self.gate.api.draining, ()
+        yield "l6_ops_health_ready", self.relay.target is not None, ()
+        if isinstance(self.relay.target, ServingClient):
+            yield "l6_ops_telemetry_lost_events", self.relay.target.lost_events, ("wire",)
+
+    def _pages_now(self) -> tuple[int, int, int, float]:
+        """Held, cached and all KV pages, and the share of the held ones' room that no token fills."""
+        return self.metrics.pages_now()
+
+    async def _watch_lag(self) -> None:
+        """How late timers run here tells how late answers are written."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_EVERY_S
+            await asyncio.sleep(LAG_EVERY_S)
+            self.metrics.emit(LoopLag(max(0.0, loop.time() - due)))
 
     def _on_keys(self, num_keys: int, good: bool) -> None:
         self.metrics.emit(KeysRead(num_keys, good))
@@ -217,8 +260,11 @@ class Gateway:
         if self.config.metrics_addr:
             listeners.append(listen(*host_and_port(self.config.metrics_addr)))
             servers.append(http_server(self.metrics_gate))
+        self.servers = servers
         self._on_signals(servers)
+        self._add_probes()
         self.steps.start()
+        lag = asyncio.create_task(self._watch_lag())
         listener, watch = listeners[0], asyncio.create_task(self._watch_keys())
         http = asyncio.create_task(serve_all(servers, listeners))
         engine = asyncio.create_task(self._in_process(listener) if self.config.in_process else self._workers(listener))
@@ -234,6 +280,7 @@ class Gateway:
             await http
             stop.cancel()
             watch.cancel()
+            lag.cancel()
             for listener in listeners:
                 listener.close()
             self.steps.stop()

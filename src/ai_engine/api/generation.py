@@ -132,6 +132,7 @@ class _Choice:
         self._text = text
         self._num_chars = 0
         self._has_calls = False
+        self.matched_stop = False
         self._echo_due = ask.echo
         self._scores_only = ask.max_tokens == 0
 
@@ -150,6 +151,7 @@ class _Choice:
         if self._ask.show_tokens:
             piece.tokens = piece.tokens + chunk.tokens[: self.num_tokens - counted]
         if stop is not None:
+            self.matched_stop = bool(stop)
             self.finish, piece.stop_reason = self._stopped(), stop or None
         elif chunk.finish in ("failed", "cancelled"):
             message = chunk.error_message or "the request was not completed"
@@ -337,6 +339,11 @@ class Generation:
     def finishes(self) -> list[str]:
         """How each choice ended, as far as it is known."""
         return [choice.finish or (choice.failure.code if choice.failure else "") for choice in self._choices]
+
+    @property
+    def num_stopped(self) -> int:
+        """Choices that a stop string ended."""
+        return sum(choice.matched_stop for choice in self._choices)
 
     def usage(self) -> Usage:
         """Prompt tokens once per prompt, completion tokens summed over choices."""

@@ -88,7 +88,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort", {}).get("call")
-        self._body_read = False
+        self.body_read = False
+        self.request_bytes = self.response_bytes = 0  # of the bodies
         self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
         self.context, self.malformed_trace = read_context(
             scope["headers"], lambda: entropy(16).hex(), self.request_id, repr(now_s())
@@ -153,7 +154,7 @@ class Exchange:
                 raise UnsupportedMediaType(f"Charset {value[:40]!r} is not supported. Fix: send the JSON as UTF-8.")
 
     async def _body(self) -> bytes:
-        self._body_read = True
+        self.body_read = True
         limit = self.config.max_body_bytes
         length = self.header(b"content-length")
         if length.isdecimal() and int(length) > limit * _DISCARD_FACTOR:
@@ -169,6 +170,7 @@ class Exchange:
                         raise ClientDisconnected
                     chunk = message.get("body", b"")
                     num_bytes += len(chunk)
+                    self.request_bytes = num_bytes
                     more = message.get("more_body", False)
                     if num_bytes <= limit:
                         chunks.append(chunk)
@@ -260,6 +262,7 @@ class Exchange:
     async def _write(self, data: bytes, *, more: bool) -> None:
         """Raises ClientDisconnected when the client has read nothing for long: the connection is cut, with what it
         never read, for a close would wait for that."""
+        self.response_bytes += len(data)
         try:
             async with asyncio.timeout(self.config.write_timeout_s):
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})

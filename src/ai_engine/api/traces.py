@@ -75,6 +75,7 @@ def describe(exchange: Exchange, ask: Ask, prompts: Sequence[Prompt], answer_id:
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.stream": ask.stream,
+        "ai_engine.warnings": len(ask.warnings),
         "gen_ai.usage.input_tokens": sum(len(prompt.request.prompt) for prompt in prompts),
     }
 
@@ -82,6 +83,7 @@ def describe(exchange: Exchange, ask: Ask, prompts: Sequence[Prompt], answer_id:
 def describe_end(exchange: Exchange, generation: Generation, usage: Usage) -> None:
     exchange.attributes |= {
         "gen_ai.response.finish_reasons": generation.finishes,
+        "ai_engine.stop_matches": generation.num_stopped,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
     }

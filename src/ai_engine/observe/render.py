@@ -31,7 +31,10 @@ def table(summaries: Iterable[Tree]) -> str:
 
 def show(trace: Tree) -> str:
     """The tree: parts, steps, and the layers and ops of the steps that the trace shows."""
-    return "\n".join(line for request in trace["requests"] for line in _request(request)) + "\n"
+    lines = [line for request in trace["requests"] for line in _request(request)]
+    if isinstance(trace.get("roofline"), str):
+        lines.append(f"shares of the machine's ceilings: {trace['roofline']}")
+    return "\n".join(lines) + "\n"
 
 
 def _request(request: Tree) -> Iterator[str]:
@@ -114,8 +117,11 @@ def _step(step: Tree) -> Iterator[str]:
 
 
 def _ceiling(op: Tree) -> str:
-    share = op.get("ceiling_share")
-    return "" if share is None else f" {share:>4.0%} of the ceiling"
+    """The share of the machine's memory rate and of its arithmetic rate that the op reached, if those are known."""
+    memory, arithmetic = op.get("memory_share"), op.get("arithmetic_share")
+    return (
+        "" if memory is None or arithmetic is None else f" {memory:>4.0%} of memory, {arithmetic:>4.0%} of arithmetic"
+    )
 
 
 def _op_table(rows: Sequence[Tree]) -> Iterator[str]:

@@ -144,6 +144,7 @@ class StepStore:
         self.raw_bytes = self.step_bytes = 0
         self.entries_read = self.failures = self.steps_dropped = 0
         self.lost_in_past_lives = 0
+        self.on_period: Callable[[], None] = lambda: None  # called by the collector's thread after each copy
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -234,6 +235,7 @@ class StepStore:
                 self._sleep(PERIOD_S)
                 try:
                     quiet = 0 if self.collect() else quiet + 1
+                    self.on_period()
                 except Exception:
                     self.failures += 1
                     quiet += 1
@@ -263,6 +265,15 @@ class StepStore:
         """All that are kept, oldest first."""
         with self._lock:
             return list(self._steps.items())
+
+    def newest(self, before_s: float) -> tuple[StepKey, StepDone] | None:
+        """The last step that ran anything and ended before then."""
+        with self._lock:
+            for key in reversed(self._steps):
+                step = self._steps[key]
+                if step.work and step.ended_s < before_s:
+                    return key, step
+        return None
 
     def step(self, key: StepKey) -> StepDone | None:
         return self._steps.get(key)

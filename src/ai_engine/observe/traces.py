@@ -17,6 +17,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
+import msgspec
+
+from ai_engine.observe.sampled import UNKNOWN, Roofline
 from ai_engine.observe.steps import Engine, Op, StepKey, StepStore, kernel_seconds
 from ai_engine.ports.kernels import Call
 from ai_engine.ports.telemetry import ClockPair, Event, RequestTraced, SequenceOpened, StepDone, StepWork, TokenTimes
@@ -48,8 +51,9 @@ class Traces:
     """Implements ports.telemetry.Telemetry (events in) and ports.trace.TraceReader (trees out). ``limits`` of what is
     kept come from the store: a quarter of its bytes is for requests."""
 
-    def __init__(self, store: StepStore, *, seed: bytes | None = None) -> None:
+    def __init__(self, store: StepStore, *, seed: bytes | None = None, roofline: Roofline | None = None) -> None:
         self.store = store
+        self.roofline = roofline
         self._seed = os.urandom(8) if seed is None else seed  # of step spans, which belong to no request's trace
         self._traced: OrderedDict[str, list[RequestTraced]] = OrderedDict()  # by trace id, oldest first
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # by request id
@@ -128,6 +132,7 @@ class Traces:
         return {
             "trace_id": trace_id,
             "collector": self.store.status(),
+            "roofline": UNKNOWN if self.roofline is None else msgspec.to_builtins(self.roofline),
             "requests": [self.request_tree(item, steps) for item in traced],
         }
 
@@ -252,9 +257,24 @@ class Traces:
         }
         if shown is not None and engine is not None and engine.program is not None:
             tree["runs"] = [
-                _layers(identity, number, walk, engine.program, origin) for number, walk in enumerate(shown)
+                self._layers(identity, number, walk, engine.program, origin) for number, walk in enumerate(shown)
             ]
         return tree
+
+    def _layers(self, step_span: str, run: int, walk: Sequence[Op], program: ProgramInfo, origin: float) -> list[Tree]:
+        """Consecutive ops of one layer; -1 is what stands before and after the layers."""
+        layers: list[Tree] = []
+        for op in walk:
+            call = program.calls[op.slot]
+            if not layers or layers[-1]["layer"] != call.layer:
+                name = span_id(step_span, str(run), f"layer {call.layer} from {op.slot}")
+                layers.append({"layer": call.layer, "span_id": name, "ops": []})
+            op_span = span_id(step_span, str(run), str(op.slot))
+            layers[-1]["ops"].append({"span_id": op_span, **_op(op, program, origin, self.roofline)})
+        for layer in layers:
+            first = min(op["at"] for op in layer["ops"])
+            layer["at"], layer["seconds"] = first, max(op["at"] + op["seconds"] for op in layer["ops"]) - first
+        return layers
 
     def _links(self, key: StepKey, step: StepDone) -> list[Tree]:
         """The requests that the step ran for: their prefill or decode span, and their rows."""
@@ -350,23 +370,9 @@ def op_dtype(call: Call, program: ProgramInfo) -> str:
     return program.kv_shape.dtype if call.op == "attention" else call.inputs[0].type.kind
 
 
-def _layers(step_span: str, run: int, walk: Sequence[Op], program: ProgramInfo, origin: float) -> list[Tree]:
-    """Consecutive ops of one layer; -1 is what stands before and after the layers."""
-    layers: list[Tree] = []
-    for op in walk:
-        call = program.calls[op.slot]
-        if not layers or layers[-1]["layer"] != call.layer:
-            name = span_id(step_span, str(run), f"layer {call.layer} from {op.slot}")
-            layers.append({"layer": call.layer, "span_id": name, "ops": []})
-        layers[-1]["ops"].append({"span_id": span_id(step_span, str(run), str(op.slot)), **_op(op, program, origin)})
-    for layer in layers:
-        first = min(op["at"] for op in layer["ops"])
-        layer["at"], layer["seconds"] = first, max(op["at"] + op["seconds"] for op in layer["ops"]) - first
-    return layers
-
-
-def _op(op: Op, program: ProgramInfo, origin: float) -> Tree:
+def _op(op: Op, program: ProgramInfo, origin: float, roofline: Roofline | None) -> Tree:
     call = program.calls[op.slot]
+    memory, arithmetic = roofline.shares(call, program, op.cost, op.seconds) if roofline else (None, None)
     return {
         "op": call.op,
         "slot": op.slot,
@@ -381,6 +387,8 @@ def _op(op: Op, program: ProgramInfo, origin: float) -> Tree:
         "flops": op.cost.flops,
         "gb_per_s": op.cost.nbytes / op.seconds / 1e9 if op.seconds else None,
         "gflop_per_s": op.cost.flops / op.seconds / 1e9 if op.seconds else None,
+        "memory_share": memory,
+        "arithmetic_share": arithmetic,
         "threads": [{"thread": t, "at": start - origin, "seconds": end - start} for t, start, end in op.threads],
     }
 

@@ -119,12 +119,19 @@ class PhaseDone(msgspec.Struct, frozen=True, tag="phase", array_like=True):
     seconds: float
 
 
+class HttpStarted(msgspec.Struct, frozen=True, tag="http-started", array_like=True):
+    """An exchange began; one HttpDone will follow."""
+
+
 class HttpDone(msgspec.Struct, frozen=True, tag="http", array_like=True):
     route: str
     method: str
     status: int
     seconds: float
     malformed_trace: bool = False  # its traceparent broke the rules
+    request_bytes: int = 0  # of the bodies
+    response_bytes: int = 0
+    checked: bool = False  # its body was held against a contract
 
 
 class RequestTraced(msgspec.Struct, frozen=True, tag="traced", array_like=True):
@@ -142,6 +149,36 @@ class RequestTraced(msgspec.Struct, frozen=True, tag="traced", array_like=True):
     key: str = ""  # name of the API key
     requests: list[str] = []  # request ids in serving
     attributes: dict[str, str | int | float | bool | list[str]] = {}
+    response_bytes: int = 0
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="engine", array_like=True):
+    """An engine is there and takes work. ``ops`` are the ops of its program, slot by slot."""
+
+    threads: int
+    page_tokens: int
+    max_step_tokens: int
+    ops: list[str]
+
+
+class StepSampled(msgspec.Struct, frozen=True, tag="sampled", array_like=True):
+    """One step, decoded from its stamps. ``ops``: (op, seconds, bytes, operations). ``wait_s``: thread time in no op.
+    ``mbu`` and ``mfu``: shares of the machine's measured ceilings; None: nobody measured them."""
+
+    step_s: float
+    kernel_s: float
+    wait_s: float
+    late_passes: int
+    layers_s: list[float]
+    ops: list[tuple[str, float, int, int]]
+    mbu: float | None = None
+    mfu: float | None = None
+
+
+class LoopLag(msgspec.Struct, frozen=True, tag="lag", array_like=True):
+    """How late the gateway's event loop ran a timer."""
+
+    seconds: float
 
 
 class KeysRead(msgspec.Struct, frozen=True, tag="keys", array_like=True):
@@ -164,6 +201,10 @@ Event = (
     | ClockPair
     | SequenceOpened
     | RequestTraced
+    | HttpStarted
+    | EngineReady
+    | StepSampled
+    | LoopLag
 )
 
 

@@ -135,6 +135,9 @@ class TraceSource(msgspec.Struct, frozen=True):
     rings: RingsHandle
     program: ProgramInfo
     pages: PagesHandle | None = None
+    max_step_tokens: int = 1
+    pid: int = 0  # of the engine's process
+    arenas: dict[str, tuple[int, int]] = {}  # its large memory by what it is for: address, bytes
 
 
 class TraceReader(Protocol):

@@ -73,6 +73,11 @@ class Engine:
             kv_bytes_per_token=plan.kv_bytes_per_token,
         )
 
+    @property
+    def arenas(self) -> dict[str, Arena]:
+        """The engine's large memory by what it is for."""
+        return dict(zip(("weights", "activations", "kv"), self._arenas, strict=False))
+
     def budget(self) -> KvBudget:
         return self.pool.budget()
 
