@@ -208,6 +208,46 @@ def _k_unnibbles(raw: U8) -> U8:
     return np.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, 8, 32)
 
 
+def _q3_k(x: F32) -> U8:
+    sub = x.reshape(-1, 16, 16)
+    at = np.abs(sub).argmax(axis=2)[:, :, None]
+    step: F32 = np.take_along_axis(sub, at, axis=2)[:, :, 0] / np.float32(-4)
+    biggest: F32 = np.take_along_axis(step, np.abs(step).argmax(axis=1)[:, None], axis=1)
+    d = _f16(biggest / np.float32(-32))
+    scales = np.clip(np.rint(step * _inverse(d)), -32, 31).astype(np.int8)
+    each = (d * scales)[:, :, None].astype(np.float32)
+    q = (np.clip(np.rint(sub * _inverse(each)), -4, 3) + 4).astype(np.uint8).reshape(-1, 8, 32)
+    mask, low = np.zeros((2, q.shape[0], 32), np.uint8), np.zeros((q.shape[0], 2, 32), np.uint8)
+    for g in range(8):  # bit g of byte j is bit 2 of value j of that group; four groups share 32 bytes
+        mask[0] |= (q[:, g] >> 2) << np.uint8(g)
+        low[:, g // 4] |= (q[:, g] & 3) << np.uint8(2 * (g % 4))
+    s = (scales + 32).astype(np.uint8)
+    packed = np.zeros((q.shape[0], 12), np.uint8)
+    packed[:, :8] = (s[:, :8] & 15) | ((s[:, 8:] & 15) << 4)
+    for i in range(4):
+        packed[:, 8:] |= (s[:, 4 * i : 4 * i + 4] >> 4) << np.uint8(2 * i)
+    return np.concatenate([mask[0], low.reshape(-1, 64), packed, _bytes(d.astype("<f2"))], axis=1)
+
+
+def _d3_k(raw: U8) -> F32:
+    aux = [np.ascontiguousarray(raw[:, 96 + 4 * i : 100 + 4 * i]).view("<u4")[:, 0] for i in range(3)]
+    nibbles, pairs = np.uint32(0x0F0F0F0F), np.uint32(0x03030303)
+    words = [
+        (aux[0] & nibbles) | ((aux[2] & pairs) << np.uint32(4)),
+        (aux[1] & nibbles) | (((aux[2] >> np.uint32(2)) & pairs) << np.uint32(4)),
+        ((aux[0] >> np.uint32(4)) & nibbles) | (((aux[2] >> np.uint32(4)) & pairs) << np.uint32(4)),
+        ((aux[1] >> np.uint32(4)) & nibbles) | (((aux[2] >> np.uint32(6)) & pairs) << np.uint32(4)),
+    ]
+    scales = np.stack(words, axis=1).view(np.int8) - np.int8(32)
+    out = np.empty((raw.shape[0], 8, 32), np.float32)
+    for g in range(8):
+        low = (raw[:, 32 + 32 * (g // 4) : 64 + 32 * (g // 4)] >> np.uint8(2 * (g % 4))) & 3
+        q = low.astype(np.int8) - np.where(raw[:, :32] & np.uint8(1 << g), np.int8(0), np.int8(4))
+        each = _half(raw, 108) * scales[:, 2 * g : 2 * g + 2].astype(np.float32)
+        out[:, g] = np.repeat(each, 16, axis=1) * q.astype(np.float32)
+    return out.reshape(-1, 256)
+
+
 def _q4_k(x: F32) -> U8:
     d, dmin, scales, lows, q = _k_affine(x, 15)
     return np.concatenate(
@@ -295,6 +335,7 @@ TYPES: dict[str, BlockType] = {
     "Q5_0": BlockType(6, 32, 22, _q5_0, _d5_0),
     "Q5_1": BlockType(7, 32, 24, _q5_1, _d5_1),
     "Q8_0": BlockType(8, 32, 34, _q8_0, _d8_0),
+    "Q3_K": BlockType(11, 256, 110, _q3_k, _d3_k),
     "Q4_K": BlockType(12, 256, 144, _q4_k, _d4_k),
     "Q5_K": BlockType(13, 256, 176, _q5_k, _d5_k),
     "Q6_K": BlockType(14, 256, 210, _q6_k, _d6_k),

@@ -45,6 +45,7 @@ _TYPES: Final = {
     6: DType.Q5_0,
     7: DType.Q5_1,
     8: DType.Q8_0,
+    11: DType.Q3_K,
     12: DType.Q4_K,
     13: DType.Q5_K,
     14: DType.Q6_K,
@@ -52,7 +53,7 @@ _TYPES: Final = {
     30: DType.BF16,
 }
 _OTHER_TYPES: Final = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    9: "Q8_1", 10: "Q2_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip

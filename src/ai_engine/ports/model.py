@@ -22,6 +22,7 @@ class DType(StrEnum):
     Q5_0 = "Q5_0"
     Q5_1 = "Q5_1"
     Q8_0 = "Q8_0"
+    Q3_K = "Q3_K"
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
@@ -37,6 +38,7 @@ BLOCK: dict[DType, tuple[int, int]] = {
     DType.Q5_0: (32, 22),
     DType.Q5_1: (32, 24),
     DType.Q8_0: (32, 34),
+    DType.Q3_K: (256, 110),
     DType.Q4_K: (256, 144),
     DType.Q5_K: (256, 176),
     DType.Q6_K: (256, 210),
@@ -51,6 +53,7 @@ SCALE_OFFSETS: dict[DType, tuple[int, ...]] = {
     DType.Q5_0: (0,),
     DType.Q5_1: (0, 2),
     DType.Q8_0: (0,),
+    DType.Q3_K: (108,),
     DType.Q4_K: (0, 2),
     DType.Q5_K: (0, 2),
     DType.Q6_K: (208,),

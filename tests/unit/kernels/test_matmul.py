@@ -136,7 +136,12 @@ def test_extreme_codes_do_not_saturate(rig: Rig, dtype: DType) -> None:
         for byte in (0x00, 0xFF, 0x7F, 0x80):
             raw = tiny_gguf.quantize(np.ones((rows, cols), np.float32), dtype.value).reshape(rows, -1)
             blocks = raw.reshape(-1, BLOCK[dtype][1])
-            codes = {DType.Q6_K: slice(0, 192), DType.Q4_1: slice(4, 20), DType.Q5_1: slice(4, 24)}
+            codes = {
+                DType.Q6_K: slice(0, 192),
+                DType.Q3_K: slice(0, 96),
+                DType.Q4_1: slice(4, 20),
+                DType.Q5_1: slice(4, 24),
+            }
             blocks[:, codes.get(dtype, slice(2, None))] = byte
             pack_rows(weight.spec, weight.lanes, 0, raw, weight.packed)
             weight.values = formats.dequantize(dtype, raw).astype(np.float64)
@@ -144,7 +149,7 @@ def test_extreme_codes_do_not_saturate(rig: Rig, dtype: DType) -> None:
             weight.check(x, weight.times(x))
 
 
-@pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q8_0, DType.Q6_K, DType.IQ4_NL])
+@pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q8_0, DType.Q3_K, DType.Q6_K, DType.IQ4_NL])
 def test_avx_vnni_without_avx512(dtype: DType) -> None:
     """vpdpbusd on eight lanes, where this machine has it."""
     features = llvm.get_host_cpu_features()
@@ -251,7 +256,7 @@ def test_foreign_targets_compile(target: str) -> None:
     """In a child process: an instruction that LLVM cannot select aborts."""
     script = (
         "from ai_engine.kernels.cpu import build, lang, matmul; "
-        "names = 'q4_0', 'q5_1', 'q8_0', 'q4_k', 'q6_k', 'iq4_nl', '16'; "
+        "names = 'q4_0', 'q5_1', 'q8_0', 'q3_k', 'q4_k', 'q6_k', 'iq4_nl', '16'; "
         "kernels = [d for d in matmul.KERNELS if d.name.endswith(names)]; "
         f"print(build.assembly(kernels, lang.TARGETS[{target!r}]).count('sdot'))"
     )

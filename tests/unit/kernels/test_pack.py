@@ -81,7 +81,7 @@ def test_rows_come_back_bit_by_bit(target: str) -> None:
 @pytest.mark.parametrize("dtype", list(DType))
 def test_the_size_stays(dtype: DType, lanes: int) -> None:
     spec = WeightSpec("w", dtype, 4 * lanes, 2048)
-    assert packed_bytes(spec, lanes) <= 1.03 * spec.rows * row_bytes(dtype, spec.cols)
+    assert packed_bytes(spec, lanes) <= 1.04 * spec.rows * row_bytes(dtype, spec.cols)
     layout = PackedLayout.of(spec, lanes)
     assert layout.block_bytes % 64 == 0
     assert layout.body % 64 == 0

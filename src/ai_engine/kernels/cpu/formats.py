@@ -12,6 +12,7 @@ Every format is value = scale * (q - offset) - min per group of 16 or 32 columns
     Q5_0       4+1   32     16      d f16
     Q5_1       4+1   32     0       d f16, m f16 (value = d q + m)
     Q8_0       8     32     signed  d f16
+    Q3_K       2+1   16     4       6-bit scale - 32                  d f16
     Q4_K       4     32     0       6-bit scale and min               d, dmin f16
     Q5_K       4+1   32     0       6-bit scale and min               d, dmin f16
     Q6_K       4+2   16     32      s8 scale                          d f16
@@ -37,6 +38,7 @@ QUANTISED = (
     DType.Q5_0,
     DType.Q5_1,
     DType.Q8_0,
+    DType.Q3_K,
     DType.Q4_K,
     DType.Q5_K,
     DType.Q6_K,
@@ -73,6 +75,13 @@ def k_scales(packed: U8) -> tuple[U8, U8]:
     return scale, low
 
 
+def q3_scales(packed: U8) -> npt.NDArray[np.int8]:
+    """The sixteen signed scales of a Q3_K super-block: [..., 12] -> [..., 16] of -32..31."""
+    low = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
+    high = np.concatenate([(packed[..., 8:] >> shift) & 3 for shift in (0, 2, 4, 6)], axis=-1)
+    return np.asarray((low | (high << 4)).astype(np.int8) - 32, dtype=np.int8)
+
+
 def _k_nibbles(raw: U8) -> U8:
     """128 bytes of a K super-block: groups 2g and 2g + 1 share bytes 32g.. -> [..., 8, 32]."""
     pairs = raw.reshape(*raw.shape[:-1], 4, 32)
@@ -102,6 +111,10 @@ def codes(dtype: DType, raw: U8) -> npt.NDArray[np.uint8]:
             q = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
         case DType.Q8_0:
             q = blocks[..., 2:]
+        case DType.Q3_K:
+            two = [(blocks[..., 32 + 32 * (g // 4) : 64 + 32 * (g // 4)] >> (2 * (g % 4))) & 3 for g in range(8)]
+            third = [((blocks[..., :32] >> g) & 1) << 2 for g in range(8)]
+            q = np.asarray(np.stack(two, axis=-2) | np.stack(third, axis=-2), np.uint8)
         case DType.Q4_K:
             q = _k_nibbles(blocks[..., 16:])
         case DType.Q5_K:
@@ -145,6 +158,9 @@ def dequantize(dtype: DType, raw: U8) -> F32:
             values = q.view(np.int8).astype(np.float32) * _half(blocks, 0)
         case DType.IQ4_NL:
             values = np.array(CODEBOOK[dtype], np.float32)[q] * _half(blocks, 0)
+        case DType.Q3_K:
+            step = _half(blocks, 108) * q3_scales(blocks[..., 96:108]).astype(np.float32)
+            values = step[..., None] * (q.reshape(*blocks.shape[:2], 16, 16).astype(np.float32) - 4)
         case DType.Q4_K | DType.Q5_K:
             values = _k_values(blocks, q.reshape(*blocks.shape[:2], 8, 32))
         case DType.Q6_K:

@@ -8,7 +8,7 @@ Owns the loops, tiles and integer arithmetic. It does not own the layouts that i
 for activations) nor when it is called; every thread of a step calls it with the same arguments, and row blocks are
 shared out by the work counter.
 
-Numbers. Quantised weights multiply s8 activations: an exact i32 sum per group of 32 columns (16 for Q6_K), then
+Numbers. Quantised weights multiply s8 activations: an exact i32 sum per group of 32 columns (16 for Q3_K, Q6_K), then
 acc = fma(float(sum), step_w * scale_x, acc), and where the format has mins acc = fma(min_w, scale_x * sum_x, acc),
 group by group in the order of K. Offsets (q - 8 ...) are folded in integers. Last come the outliers of formats.py, in
 the order of K: acc = fma(step_w * (q - offset), x, acc); their mins are in scale_x * sum_x already. A lane is a row, so
@@ -114,7 +114,12 @@ class Format:
 
     @property
     def k_quant(self) -> bool:
-        return self.dtype in (DType.Q4_K, DType.Q5_K, DType.Q6_K)
+        return self.dtype in (DType.Q3_K, DType.Q4_K, DType.Q5_K, DType.Q6_K)
+
+    @property
+    def halves(self) -> bool:
+        """Scales are of 16 columns, signed; no mins. The offset is 32 with the shift."""
+        return self.dtype in (DType.Q3_K, DType.Q6_K)
 
     @property
     def has_min(self) -> bool:
@@ -127,7 +132,7 @@ class Format:
 
     @property
     def offset(self) -> int:
-        return 128 if self.signed else {DType.Q4_0: 8, DType.Q5_0: 16, DType.Q6_K: 32}.get(self.dtype, 0)
+        return 128 if self.signed else {DType.Q4_0: 8, DType.Q5_0: 16, DType.Q3_K: 4, DType.Q6_K: 32}.get(self.dtype, 0)
 
     @property
     def bits(self) -> int:
@@ -148,7 +153,7 @@ class Format:
 
     @property
     def shift(self) -> int:
-        return {DType.Q4_0: 4, DType.Q5_0: 3}.get(self.dtype, 0)
+        return {DType.Q4_0: 4, DType.Q5_0: 3, DType.Q3_K: 3}.get(self.dtype, 0)
 
 
 def _dwords(k: Kernel, byte: int) -> int:
@@ -172,6 +177,12 @@ class Body:
 def _nibble_pair(k: Kernel, f: Format, where: Body, i: int, shift: int) -> tuple[Value, Value]:
     """Codes of columns 4i.. and 16+4i.. as i32 vectors, times 2^shift."""
     n, body = k.lanes, where.at
+    if f.bits == 3:
+        third = k.load(body + 8 * n, "i32", n)
+        two, bit = _dwords(k, 3 << shift), _dwords(k, 4 << shift)
+        pairs = [_move(k.load(body + 4 * n * h, "i32", n), shift - 2 * i) & two for h in range(2)]
+        low, high = (c | (_move(third, 2 + shift - j) & bit) for c, j in zip(pairs, (i, i + 4), strict=True))
+        return low, high
     planes = {5: 4 * n, 6: 8 * n}.get(f.bits, 0)
     v = k.load(body + (planes + 4 * n * i), "i32", n)
     if f.view == "split":
@@ -237,7 +248,7 @@ class Scales:
 
     step: Value  # f32: multiplies the integer sum
     low: Value | None = None  # f32: multiplies dsum
-    halves: tuple[Value, Value] | None = None  # Q6_K: i32 scales of 16 columns; step is then d alone
+    halves: tuple[Value, Value] | None = None  # i32 scales of 16 columns; step is then d alone
 
 
 def _half(k: Kernel, ptr: Value) -> Value:
@@ -271,7 +282,7 @@ def _groups(
 
     def within(head: Value, sub: Value, d: Value, dmin: Value | None) -> Callable[[], Scales]:
         def load() -> Scales:
-            if f.dtype is DType.Q6_K:
+            if f.halves:
                 at = head + 2 * n + sub * (2 * n)
                 first_half, second_half = (k.load(at + n * h, "i8", n).sext("i32") for h in range(2))
                 return Scales(d, None, (first_half, second_half))
@@ -288,7 +299,7 @@ def _groups(
         return
     with k.loop(first.lshr(3), last.lshr(3)) as s:
         heads = [w + s * layout.head_step for w in weights]
-        steps = [_half(k, head) for head in heads]
+        steps = [_half(k, head) * factor if factor != 1.0 else _half(k, head) for head in heads]
         lows = [_half(k, head + 2 * n) if f.has_min else None for head in heads]
         with k.loop(0, 8) as sub:
             g = (s << 3) + sub
@@ -351,7 +362,7 @@ def _dot_group(
     loaded = [load() for load in scales]
     dot = k.dot_u8s8 if mode == "vnni" else k.dot_s8s8
     for c in range(len(accs[0])):
-        if f.dtype is DType.Q6_K:
+        if f.halves:
             k.keep_order()  # else LLVM runs several tokens side by side and spills 60 times: 133 -> 168 GMAC/s
         for r in range(len(bodies)):
             s = loaded[r]
@@ -388,11 +399,11 @@ def _maddubs_group(
                 for c in range(count):
                     x = k.sign_i8(tokens.dword(c, j), w)
                     totals[c] += k.madd_ones(k.maddubs(size, x))
-        elif f.dtype is DType.Q6_K:
+        elif f.halves:
             s = scales[r]()
             assert s.halves is not None
             twice = [((h & 0xFFFF) | (h << 16)).bitcast("i16") for h in s.halves]
-            minus = (((s.halves[0] * -32) & 0xFFFF) | (s.halves[1] << 16) * -32).bitcast("i16")
+            minus = (((s.halves[0] * -f.offset) & 0xFFFF) | (s.halves[1] << 16) * -f.offset).bitcast("i16")
             totals = [k.madd(minus, tokens.i32(c, ActLayout.SUM16).bitcast("i16")) for c in range(count)]
             for i in (0, 2):
                 pairs = [_nibble_pair(k, f, body, i + d, 0) for d in range(2)]
@@ -596,7 +607,7 @@ def _list_outliers(k: Kernel, f: Format, p: dict[str, Value], num_tokens: int) -
             byte, quad, half = (column & 3) << 3, column.lshr(2) & 3, column.lshr(4)
             body = body_offset + g * layout.plane_step
             fields = {"step": (g.lshr(3) if f.k_quant else g) * layout.head_step}
-            if f.dtype is DType.Q6_K:
+            if f.halves:
                 fields["sub_step"] = fields["step"] + ((g & 7) * (2 * n) + half * n + 2 * n)
             elif f.k_quant:
                 fields["sub_step"] = fields["step"] + ((g & 7) * (2 * n) + 4 * n)
@@ -606,6 +617,9 @@ def _list_outliers(k: Kernel, f: Format, p: dict[str, Value], num_tokens: int) -
                 at, shift = body + quad * (4 * n), byte + half * 4
                 fields |= {"high": at, "high_shift": shift}
                 fields |= {"code": at + cols.lshr(5) * layout.plane_step, "shift": shift}
+            elif f.bits == 3:
+                fields |= {"code": body + half * (4 * n), "shift": byte + quad * 2}
+                fields |= {"high": body + 8 * n, "high_shift": byte + column.lshr(2)}
             else:
                 at = quad * (4 * n) + {5: 4 * n, 6: 8 * n}.get(f.bits, 0)
                 fields |= {"code": body + at, "shift": byte + half * 4}
@@ -665,12 +679,12 @@ def _column_of_weights(k: Kernel, f: Format, w: Value, column: Value) -> Value:
     if f.whole_bytes:
         code = (code << k.splat(field("shift"), n)).ashr(24)
     else:
-        code = code.lshr(k.splat(field("shift"), n)) & 15
+        code = code.lshr(k.splat(field("shift"), n)) & (3 if f.bits == 3 else 15)
     if f.dtype in CODEBOOK:
         code = (_look_up(k, f, code.bitcast("i8")).bitcast("i32") << 24).ashr(24)
-    if f.bits in (5, 6) or f.view == "split":
+    if f.bits in (3, 5, 6) or f.view == "split":
         high = k.load(at("high"), "i32", n).lshr(k.splat(field("high_shift"), n))
-        code |= (high & {5: 1, 6: 3, 8: 15}[f.bits]) << 4
+        code |= (high & {3: 1, 5: 1, 6: 3, 8: 15}[f.bits]) << (2 if f.bits == 3 else 4)
     if f.offset and (f.view or not f.signed):
         code = code - f.offset
     step = _half(k, at("step"))
@@ -678,7 +692,7 @@ def _column_of_weights(k: Kernel, f: Format, w: Value, column: Value) -> Value:
         step = step * 16.0
     if f.k_quant:
         factor = k.load(at("sub_step"), "i8", n)
-        step = step * (factor.sext("i32") if f.dtype is DType.Q6_K else factor.zext("i32")).to_f32()
+        step = step * (factor.sext("i32") if f.halves else factor.zext("i32")).to_f32()
     return step * code.to_f32()
 
 
@@ -931,6 +945,15 @@ def _row_codes(k: Kernel, f: Format, where: Body) -> tuple[Value, Value]:
 
     if f.whole_bytes:
         return four(0).bitcast("i8").sext("i32"), four(4).bitcast("i8").sext("i32")
+    if f.bits == 3:
+        third, bit = k.splat(k.load(body + 2 * stride, "i32"), 4), _dwords(k, 4)
+        low, high = (
+            k.splat(k.load(body + stride * h, "i32"), 4).lshr(k.const_vec("i32", [0, 2, 4, 6])) & _dwords(k, 3)
+            for h in range(2)
+        )
+        low |= (third << k.const_vec("i32", [2, 1, 0, 0])).lshr(k.const_vec("i32", [0, 0, 0, 1])) & bit
+        high |= third.lshr(k.const_vec("i32", [2, 3, 4, 5])) & bit
+        return low.bitcast("i8").zext("i32"), high.bitcast("i8").zext("i32")
     v = four({5: 1, 6: 2}.get(f.bits, 0))
     nibbles = _dwords(k, 15)
     if f.view == "split":
@@ -966,7 +989,7 @@ def _row_scales(k: Kernel, f: Format, head: Value, g: Value, lane: Value, h: int
         at = head + g * layout.head_step
         return half(at), half(at + 2 * n) if f.has_min else None
     at, sub = head + g.lshr(3) * layout.head_step, (g & 7) * (2 * n) + lane
-    if f.dtype is DType.Q6_K:
+    if f.halves:
         return half(at) * k.load(at + sub + (2 + h) * n, "i8").sext("i32").to_f32(), None
     scale, low = (k.load(at + sub + (4 + i) * n, "i8").zext("i32").to_f32() for i in range(2))
     return half(at) * scale, -(half(at + 2 * n) * low)

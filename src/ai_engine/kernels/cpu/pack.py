@@ -16,6 +16,7 @@ vector load of codes crosses a cache line. L = lanes, per 32 columns unless stat
     Q5_0         L f16 d                                            L fifth-bit dwords, 4 x L nibble dwords
     Q5_1         L f16 d, L f16 m                                   L fifth-bit dwords, 4 x L nibble dwords
     Q8_0         L f16 d                                            8 x L dwords of s8
+    Q3_K (256)   L f16 d, 8 x (L s8, L s8 scales of 16 columns)     8 x [2 x L two-bit dwords, L third-bit dwords]
     Q4_K (256)   L f16 d, L f16 dmin, 8 x (L u8 scale, L u8 min)    8 x [4 x L nibble dwords]
     Q5_K (256)   the same                                           8 x [L fifth-bit dwords, 4 x L nibble dwords]
     Q6_K (256)   L f16 d, 8 x (L s8, L s8 scales of 16 columns)     8 x [2 x L two-bit dwords, 4 x L nibble dwords]
@@ -26,10 +27,10 @@ vector load of codes crosses a cache line. L = lanes, per 32 columns unless stat
 Q8_0 split is for a screened head: nibbles of the byte + 128, so that half of the body gives a rough product.
 
 Nibble dword i holds columns 4i..4i+3 low and 16+4i..16+4i+3 high, as ggml's 32-blocks do; K-quants are brought to
-the same shape. Fifth bits: byte b of the dword has the bit of column 4g + b at position g. Two-bit dword h has the bits
-4,5 of column 16h + 4g + b in byte b at position 2g. So a kernel reaches any of them with one shift and one mask. It is
-an interleave of the file's bits: the size stays, but for the 6-bit scales of Q4_K and Q5_K, which become bytes (2.8 and
-2.3 % more), and for padding to whole row blocks and cache lines. Padding rows are zero, and so are their products.
+the same shape. Fifth (and third) bits: byte b of the dword has the bit of column 4g + b at position g. Two-bit dword h
+has the two bits (Q6_K: 4,5) of column 16h + 4g + b in byte b at position 2g. So a kernel reaches any of them with one
+shift and one mask. It is an interleave of the file's bits: the size stays, but for 6-bit scales, which become bytes
+(Q3_K, Q4_K, Q5_K: 3.6, 2.8 and 2.3 % more), and for padding to whole row blocks and cache lines. Padding rows are zero, and so are their products.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ U8 = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 SUPER = 256
-_K_QUANTS = (DType.Q4_K, DType.Q5_K, DType.Q6_K)
+_K_QUANTS = (DType.Q3_K, DType.Q4_K, DType.Q5_K, DType.Q6_K)
 _CHUNK_BYTES = 1 << 18
 """File bytes repacked at once: temporaries stay within L2 (Q6_K 0.6 GB/s, Q8_0 2.7; less at half or twice)."""
 
@@ -92,7 +93,7 @@ class PackedLayout:
                 return 4
             case DType.Q4_K | DType.Q5_K:
                 return 20
-            case DType.Q6_K:
+            case DType.Q3_K | DType.Q6_K:
                 return 18
         return 0
 
@@ -112,6 +113,8 @@ class PackedLayout:
                 return 16
             case DType.Q5_0 | DType.Q5_1 | DType.Q5_K:
                 return 20
+            case DType.Q3_K:
+                return 12
             case DType.Q6_K:
                 return 24
             case DType.Q8_0:
@@ -265,10 +268,16 @@ def _pack_k(dtype: DType, lanes: int, blocks: U8, head: U8, body: U8) -> None:
                 for n in range(2):
                     out = groups[:, :, 4 * half + 2 * n + a]
                     _join_nibbles(low[:, :, half, a], n, out[:, :, 2:])
-                    two = (high[:, :, half] >> np.uint32(2 * (2 * n + a))) & np.uint32(0x03030303)
-                    out[:, :, :2] = two[:, :, :, 0]
-                    for g in range(1, 4):
-                        out[:, :, :2] |= two[:, :, :, g] << np.uint32(2 * g)
+                    _join_pairs(high[:, :, half], 2 * n + a, out[:, :, :2])
+        return
+    if dtype is DType.Q3_K:
+        _interleave(blocks[..., 108:110], "<u2", lanes, head[..., : 2 * lanes])
+        _interleave(formats.q3_scales(blocks[..., 96:108]).view(np.uint8), "u1", lanes, head[..., 2 * lanes :])
+        words = _dwords_in_lanes(blocks[..., :96])
+        groups[:, :, :, 2] = _transpose_bits(words[:, :, :8])  # as Q5_K's
+        low = words[:, :, 8:].reshape(num, supers, 2, 2, 4, lanes)  # half, columns 16 x 4
+        for s in range(8):
+            _join_pairs(low[:, :, s // 4], s % 4, groups[:, :, s, :2])
         return
     _interleave(blocks[..., :4], "<u2", lanes, head[..., : 4 * lanes])
     scale, minimum = formats.k_scales(blocks[..., 4:16])
@@ -300,6 +309,14 @@ def _join_nibbles(runs: Array, n: int, out: Array) -> None:
         np.bitwise_or(first & mask, (second << np.uint32(4)) & other, out=out)
     else:
         np.bitwise_or((first >> np.uint32(4)) & mask, second & other, out=out)
+
+
+def _join_pairs(columns: Array, n: int, out: Array) -> None:
+    """Bits 2n and 2n + 1 of [b, supers, 2, 4, lanes], columns 16 x 4: one dword of two-bit fields for each 16."""
+    two = (columns >> np.uint32(2 * n)) & np.uint32(0x03030303)
+    out[...] = two[:, :, :, 0]
+    for g in range(1, 4):
+        out |= two[:, :, :, g] << np.uint32(2 * g)
 
 
 def _transpose_bits(words: Array) -> Array:
