@@ -30,7 +30,8 @@ Nibble dword i holds columns 4i..4i+3 low and 16+4i..16+4i+3 high, as ggml's 32-
 the same shape. Fifth (and third) bits: byte b of the dword has the bit of column 4g + b at position g. Two-bit dword h
 has the two bits (Q6_K: 4,5) of column 16h + 4g + b in byte b at position 2g. So a kernel reaches any of them with one
 shift and one mask. It is an interleave of the file's bits: the size stays, but for 6-bit scales, which become bytes
-(Q3_K, Q4_K, Q5_K: 3.6, 2.8 and 2.3 % more), and for padding to whole row blocks and cache lines. Padding rows are zero, and so are their products.
+(Q3_K, Q4_K, Q5_K: 3.6, 2.8 and 2.3 % more), and for padding to whole row blocks and cache lines. Padding rows are zero,
+and so are their products.
 """
 
 from __future__ import annotations
