@@ -13,7 +13,7 @@ from typing import Any
 
 from ai_engine import app
 from ai_engine.bench import llamacpp, versus
-from ai_engine.bench.ceilings import Prober
+from ai_engine.bench.ceilings import QUICK_BYTES, READ_BYTES, Prober
 from ai_engine.bench.engine import START, Driver, share_of_limit
 from ai_engine.bench.host import LoadWatch
 from ai_engine.bench.llamacpp import LlamaCpp
@@ -74,7 +74,7 @@ def engine_rounds(
     progress = ProgressBar()
     sides: dict[str, dict[str, list[float]]] = {"ours": {}, "llama.cpp": {}}
     reads: list[float] = []
-    with Driver(model, threads) as driver, Prober(threads) as prober:
+    with Driver(model, threads) as driver, Prober(threads, QUICK_BYTES if args.quick else READ_BYTES) as prober:
 
         def ours() -> None:
             mine = sides["ours"]
