@@ -39,8 +39,8 @@ from ai_engine.hardware.machine import read_machine
 from ai_engine.observe import probes
 from ai_engine.observe.host import EngineMemory, Host
 from ai_engine.observe.metrics import Metrics
-from ai_engine.observe.pages import PageReader
 from ai_engine.observe.otlp import Exporter
+from ai_engine.observe.pages import PageReader
 from ai_engine.observe.recorder import Fanout
 from ai_engine.observe.sampled import Sampler
 from ai_engine.observe.steps import StepStore
