@@ -41,6 +41,7 @@ class Piece(msgspec.Struct):
     stop_reason: str | int | None = None
     num_tokens: int = 0  # of the choice so far
     tokens: list[int] = []  # those that usage counts, kept only if they were asked for
+    logprobs: list[TokenLogprob] = []  # one for each of them, if those were asked for too
     reasoning: str = ""
     calls: list[ToolDelta] = []  # deltas, not joined
 
@@ -149,7 +150,9 @@ class _Choice:
         counted = self.num_tokens
         stop = None if self._scores_only else self._push(chunk, piece)
         if self._ask.show_tokens:
-            piece.tokens = piece.tokens + chunk.tokens[: self.num_tokens - counted]
+            used = self.num_tokens - counted
+            piece.tokens = piece.tokens + chunk.tokens[:used]
+            piece.logprobs = piece.logprobs + (chunk.logprobs or [])[:used]
         if stop is not None:
             self.matched_stop = bool(stop)
             self.finish, piece.stop_reason = self._stopped(), stop or None
