@@ -28,6 +28,10 @@ MAX_ENDINGS: Final = 24
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|"(?:[^"\\]|\\.)*\\?$|[^\s{}\[\],:"]+', re.DOTALL)
 
 
+_ANY: Final[Node] = {}
+"""What an absent schema allows; one object, so that it is looked at once."""
+
+
 def dumps(value: Any) -> bytes:
     """Compact JSON, as the compiler spells constants."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
@@ -114,12 +118,14 @@ def _finished(frames: list[Frame], scalar: bytes) -> bool:
 
 
 class Ending(NamedTuple):
-    """``text`` ends the value. ``search``: before it, the string that has begun must be ended as its pattern wants.
+    """``text`` ends the value. ``word``: before it, the string that has begun must be ended as its pattern wants, which
+    takes about so many tokens. ``steady``: it stays the shortest while the string that has begun goes on.
     ``jump``: how many tokens longer the shortest ending can become by one more token of the text (an estimate)."""
 
     text: bytes
     jump: int
-    search: bool = False
+    word: int = 0
+    steady: bool = False
 
 
 class Closer:
@@ -135,6 +141,7 @@ class Closer:
         self._held: list[Any] = []  # what ids in the tables belong to
         self._smallest: dict[int, bytes] = {}
         self._known: set[int] = set()
+        self.bound = 0  # tokens that an open container, or what is due in it, can need at most
         self._largest_option: dict[tuple[int, int], int] = {}
 
     # --- smallest instances
@@ -170,6 +177,11 @@ class Closer:
                     self._smallest[id(node)] = best
                     changed = True
         self._known |= seen
+        for node in order:
+            for shape in self.shapes(node):
+                least = self._smallest_of(shape)
+                if least is not None:
+                    self.bound = max(self.bound, 2 * self._size(least) + self._option(shape) + 8)
 
     def _within(self, shape: Node) -> Iterator[Any]:
         yield from shape.get("properties", {}).values()
@@ -275,7 +287,7 @@ class Closer:
         found.sort(key=lambda ending: len(ending.text))
         spread = self._size(found[-1].text) - self._size(found[0].text)
         spread = max(spread, *(ending.jump for ending in found))
-        unique = {(ending.text, ending.search): ending._replace(jump=spread) for ending in found}
+        unique = {(ending.text, ending.word): ending._replace(jump=spread) for ending in found}
         return list(unique.values())[:MAX_ENDINGS]
 
     def _entry(self, schema: Any) -> int:
@@ -298,7 +310,7 @@ class Closer:
                 for name in names[after + 1 :]:
                     least = self.smallest(shape["properties"][name])
                     worst = max(worst, self._size(dumps(name)) + 2 + self._size(least or b""))
-                for other in (*shape.get("patternProperties", {}).values(), shape.get("additionalProperties", {})):
+                for other in (*shape.get("patternProperties", {}).values(), shape.get("additionalProperties", _ANY)):
                     worst = max(worst, 6 + self._size(self.smallest(other) or b""))
             elif shape.get("type") == "array":
                 worst = max([1 + self._size(self.smallest(item) or b"") for item in self._items(shape)], default=0)
@@ -306,9 +318,9 @@ class Closer:
         return self._largest_option[key]
 
     def _items(self, shape: Node) -> list[Any]:
-        items = shape.get("items", {})
+        items = shape.get("items", _ANY)
         first = items if type(items) is list else shape.get("prefixItems", [])
-        rest = shape.get("additionalItems", {}) if type(items) is list else items
+        rest = shape.get("additionalItems", _ANY) if type(items) is list else items
         return [*first, rest]
 
     def _end_constant(self, shape: Node, raw: bytes) -> list[Ending]:
@@ -324,8 +336,9 @@ class Closer:
             if kind != "string":
                 return []
             if "pattern" in shape or "format" in shape:
-                return [Ending(b"", 12, search=True)]
-            return [Ending(ending, 2) for ending in _string_ends(raw, int(shape.get("minLength", 0)))]
+                return [Ending(b"", 2, word=max(1, self._size(self._word(shape) or b"0123456789abcdef")))]
+            least = int(shape.get("minLength", 0))
+            return [Ending(ending, 2, steady=least == 0) for ending in _string_ends(raw, least)]
         if kind == "boolean" or kind == "null":
             words = (b"true", b"false") if kind == "boolean" else (b"null",)
             return [Ending(word[len(raw) :], 0) for word in words if word.startswith(raw)]
@@ -428,7 +441,7 @@ class Closer:
                     return schema
             except re.error:
                 continue
-        return shape.get("additionalProperties", {})
+        return shape.get("additionalProperties", _ANY)
 
     def _may_be(self, schema: Any, scalar: bytes) -> bool:
         """Whether a finished scalar can be of that schema; tells the branches of a union apart."""
