@@ -18,6 +18,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_target_s: float = 0.050  # predicted seconds of a step with running streams in it
     prefill_target_s: float = 0.400  # of a step that nobody is waiting for tokens from
     min_prefill_tokens: int = 8  # a prompt always advances by this much
+    whole_prompt_tokens: int = 32  # one of no more is not cut where it nearly fits: it would wait a step per piece
     speculation: Literal["off", "lookup"] = "lookup"  # guess tokens that the prompt or the answer said before
     # constraints
     compile_threads: int = 2
