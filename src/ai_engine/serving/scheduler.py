@@ -16,7 +16,7 @@ from ai_engine.serving.cost import Load, attended
 from ai_engine.serving.state import Choice, State
 
 _MIN_GAIN: Final = 1.03  # guesses must promise this much more than none
-_STRETCH: Final = 1.25  # the last chunk of a prompt may take so much more than the target
+_STRETCH: Final = 1.3  # a short prompt, or the end of one, may take so much of the target
 _MIN_CHANCE: Final = 0.05  # a guess less likely than this is not worth looking at
 
 
@@ -136,14 +136,14 @@ def _prefill(state: State, ledger: Ledger) -> None:
 def _chunk(state: State, ledger: Ledger, choice: Choice, target_s: float, first: bool) -> int:
     """Rows for this prompt by time, rows and logits rows; 0: not in this step."""
     least = min(state.config.min_prefill_tokens, choice.uncomputed)
-    if choice.uncomputed <= state.config.whole_prompt_tokens and choice.computed == choice.group.cached_tokens:
-        least = choice.uncomputed
     in_time = state.cost.rows_within(target_s, ledger.load, choice.computed)
-    if in_time < choice.uncomputed <= in_time + least:  # its end is not worth another step, if it nearly fits
+    short = choice.uncomputed <= state.config.whole_prompt_tokens and choice.computed == choice.group.cached_tokens
+    if in_time < choice.uncomputed and (short or choice.uncomputed <= in_time + least):
+        # What nearly fits is not worth another step.
         stretched = state.cost.rows_within(_STRETCH * target_s, ledger.load, choice.computed)
         in_time = choice.uncomputed if stretched >= choice.uncomputed else in_time
-    if in_time < least:
-        in_time = least if first else 0
+    if in_time < least or (short and first):
+        in_time = (choice.uncomputed if short else least) if first else 0  # a short prompt's first token is not put off
     num_tokens = min(in_time, choice.uncomputed, ledger.rows)
     if choice.scores_prompt:
         return min(num_tokens, ledger.logit_rows)
