@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ai_engine.kernels.cpu.lang import Target
     from ai_engine.observe.sampled import Roofline
     from ai_engine.ports.kernels import Call, Kernels
-    from ai_engine.observe.sampled import Roofline
     from ai_engine.ports.model import ModelFile, TokenizerData
     from ai_engine.runtime.plan import EngineOptions
     from ai_engine.serving.service import Service

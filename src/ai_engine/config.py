@@ -88,6 +88,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: Annotated[
         str, Meta(description="send spans to this OpenTelemetry collector (http://HOST:4318, protobuf over HTTP)")
     ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level logged; info: a line per request")
+    ] = "info"
+    log_format: Annotated[
+        Literal["auto", "json", "text"], Meta(description="of the log on standard error; auto: text on a terminal")
+    ] = "auto"
+    log_tokens: Annotated[
+        tuple[str, ...],
+        Meta(description="name of a key whose tokens are logged one by one; '*': all", extra={"many": True}),
+    ] = ()
     offline: Annotated[bool, Meta(description="never use the network to find the model")] = False
 
 
@@ -131,7 +141,8 @@ def check_serve(config: ServeConfig) -> ServeConfig:
     _at_least("trace_memory", config.trace_memory, 1 << 20)
     if config.otlp_endpoint and not config.otlp_endpoint.startswith(("http://", "https://")):
         raise ConfigError(
-            f"--otlp-endpoint is {config.otlp_endpoint!r}; use a URL such as http://127.0.0.1:4318", param="otlp_endpoint"
+            f"--otlp-endpoint is {config.otlp_endpoint!r}; use a URL such as http://127.0.0.1:4318",
+            param="otlp_endpoint",
         )
     if not 0 < config.step_target_ms <= MAX_S * 1000:
         raise ConfigError(f"--step-target-ms is {config.step_target_ms}; use a positive time", param="step_target_ms")

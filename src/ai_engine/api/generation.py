@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import msgspec
 
@@ -239,6 +239,7 @@ class Generation:
     def __init__(self, ask: Ask, prompts: list[Prompt], serving: Serving, text: TextService, parts: Parts) -> None:
         self.ask = ask
         self._parts = parts
+        self.on_chunk: Callable[[Chunk], None] = lambda chunk: None
         self.prompts = prompts
         self._serving = serving
         self._mailbox = _Mailbox()
@@ -302,6 +303,7 @@ class Generation:
                 return []
             for prompt, item in arrived:
                 if isinstance(item, Chunk):
+                    self.on_chunk(item)
                     await self._take(prompt, item, pieces)
                 elif any(choice.finish is None for choice in self._of(prompt)):
                     self._failure = self._failure or item

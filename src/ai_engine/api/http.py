@@ -43,6 +43,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float | None  # from arrival at serving; None: no limit
     cors_origins: tuple[str, ...]  # exact origins, or "*"; none means no CORS headers at all
     max_open_requests: int = 0  # generations inside at once; 0: no bound
+    log_tokens: tuple[str, ...] = ()  # names of keys whose tokens are logged one by one; "*": all
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is gone
     health_timeout_s: float = 1.0
@@ -123,6 +124,12 @@ class Exchange:
                 f"x-request-timeout: found {found[:40]!r}, expected seconds, more than 0.", param="x-request-timeout"
             )
         return wanted if limit is None else min(wanted, limit)
+
+    @property
+    def logs_tokens(self) -> bool:
+        """Whether this request's tokens are logged one by one: its client or the operator asks for it."""
+        asked = self.header(b"x-ai-log-tokens").lower() in ("1", "true", "yes")
+        return asked or self.key.name in self.config.log_tokens or "*" in self.config.log_tokens
 
     def _inbound_id(self) -> str:
         found = self.header(b"x-request-id")

@@ -6,6 +6,7 @@ Owns the order of work in a request. Does not own fields (openai_types.py), shap
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +30,12 @@ from ai_engine.api.openai_types import (
 )
 from ai_engine.api.replies import Answer, encode, model_reply, whole_answer
 from ai_engine.api.stream import stream_answer
-from ai_engine.api.traces import NoTraces, describe, describe_end
+from ai_engine.api.traces import NoTraces, describe, describe_end, log_tokens
 from ai_engine.contracts.fields import Record
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
+from ai_engine.ports.telemetry import Event
 from ai_engine.ports.text import ANY_CALL, Encoded, ReplyForm, TextService, ToolChoice
 from ai_engine.ports.trace import PagesReader, TraceReader
 
@@ -52,6 +54,7 @@ class Door:
     entropy: Callable[[int], bytes]
     traces: TraceReader = field(default_factory=NoTraces)
     pages: PagesReader = field(default_factory=NoPages)
+    emit: Callable[[Event], None] = lambda event: None
     draining: bool = False
     chat: Record = field(init=False)
     completion: Record = field(init=False)
@@ -99,6 +102,8 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
     ask = _warned(ask, exchange, prompts[0].form)
     generation = Generation(ask, prompts, door.serving, door.text, exchange.parts)
     describe(exchange, ask, prompts, answer_id)
+    if exchange.logs_tokens:
+        generation.on_chunk = functools.partial(log_tokens, door.emit, exchange)
     started = False
     try:
         _reserve(exchange, prompts)

@@ -10,7 +10,8 @@ conversation without such text has no marks, and its ids are those of encoding t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -37,10 +38,12 @@ def encode_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> Encoded:
     """The prompt's ids (BOS once, if the model wants one) and the form of the answer. With ``continue_final_message``
     the prompt ends with the last message's text, whatever the template puts after it. Raises InvalidRequest when the
     template refuses, InvalidJsonSchema for a function's parameters that would have to be enforced and cannot be."""
+    begun_s = now_s()
     taken = sorted(_RESERVED & (template_kwargs or {}).keys())
     if taken:
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", param="chat_template_kwargs")
@@ -77,7 +80,9 @@ def encode_chat(
         inside, over = at_end and opened > closed, at_end and closed > opened
         if inside and reasoning_effort == "none" and not continue_final_message:
             prompt, inside, over = f"{prompt}\n{template.tags[1]}\n\n", False, True
+    rendered_s = now_s()
     ids = tokenizer.encode_segments([(piece, True) for piece in prompt.split(mark)]).ids
+    stamps = begun_s, rendered_s, now_s()
     form = ReplyForm(reasoning=template.tags, inside_reasoning=inside, warnings=warnings)
     if offered:
         constraint = constraint_of(
@@ -96,7 +101,7 @@ def encode_chat(
             one_call=bool(tool_choice.only) or not tool_choice.parallel,
             constraint=constraint,
         )
-    return Encoded(ids, form)
+    return Encoded(ids, form, stamps)
 
 
 def _with_effort(

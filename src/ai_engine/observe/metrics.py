@@ -38,6 +38,7 @@ from ai_engine.ports.telemetry import (
     SequenceOpened,
     StepDone,
     StepSampled,
+    TokensSent,
     TokenTimes,
 )
 
@@ -158,6 +159,7 @@ class Metrics(Collector):
             EngineReady: self._on_engine,
             StepSampled: self._on_sampled,
             LoopLag: self._on_lag,
+            TokensSent: _ignore,
         }
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -393,6 +395,8 @@ class Metrics(Collector):
         c["l4_text_tokenizer_encode_tokens"].add(into)
         c["l6_cost_key_tokens"].add(into, event.key, "input")
         c["l6_cost_key_tokens"].add(out, event.key, "output")
+        if not event.requests:  # it was refused at the door
+            return
         c["l6_ops_trace_requests"].add(1)
         c["l6_ops_trace_spans"].add(1 + len(event.parts))
         h["l5_request_shape_max_tokens_requested"].of().add(_number(said.get("gen_ai.request.max_tokens")))

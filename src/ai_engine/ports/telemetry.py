@@ -152,6 +152,17 @@ class RequestTraced(msgspec.Struct, frozen=True, tag="traced", array_like=True):
     response_bytes: int = 0
 
 
+class TokensSent(msgspec.Struct, frozen=True, tag="sent", array_like=True):
+    """Tokens of a choice whose log somebody asked for, as they came from the step that made them."""
+
+    trace_id: str
+    key: str
+    request_id: str
+    index: int
+    step: int
+    tokens: list[int]
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="engine", array_like=True):
     """An engine is there and takes work. ``ops`` are the ops of its program, slot by slot."""
 
@@ -205,6 +216,7 @@ Event = (
     | EngineReady
     | StepSampled
     | LoopLag
+    | TokensSent
 )
 
 

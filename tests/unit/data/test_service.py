@@ -72,5 +72,8 @@ async def test_both_formats_give_the_same_ids(tmp_path: Path) -> None:
         ):
             assert gguf.tokenizer.encode(sample) == folder.tokenizer.encode(sample)
             message = [{"role": "user", "content": sample}]
-            assert (await gguf.encode_chat(message)).ids == (await folder.encode_chat(message)).ids
+            encoded = await gguf.encode_chat(message)
+            assert encoded.ids == (await folder.encode_chat(message)).ids
+            assert encoded.stamps is not None
+            assert encoded.stamps[0] < encoded.stamps[1] < encoded.stamps[2], "begun, rendered, done"
         assert set(gguf.eos_ids) == set(folder.eos_ids)
