@@ -146,7 +146,8 @@ class Api:
         try:
             await self._dispatch(exchange, route, handlers)
         except ClientDisconnected:
-            exchange.status = _GONE
+            if not exchange.ended:
+                exchange.status = _GONE
         except AiEngineError as error:
             await self._error(exchange, route, error)
         except Exception:  # the last line of defence: a response in shape, and the cause in the log

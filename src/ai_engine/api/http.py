@@ -85,6 +85,7 @@ class Exchange:
         self.quota: Pass | None = None
         self.params: dict[str, str] = {}
         self.status = 0
+        self.ended = False  # the whole response is out
         self.common: list[Header] = []
         self._receive = receive
         self._send = send
@@ -273,6 +274,7 @@ class Exchange:
         try:
             async with asyncio.timeout(self.config.write_timeout_s):
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                self.ended = not more
         except TimeoutError:
             if self._abort is not None:
                 self._abort()

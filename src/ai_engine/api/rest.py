@@ -113,11 +113,13 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
             exchange, Answer(answer_id, created, ask, door.model, prompts[0].request.params), generation, door.text
         )
     finally:
-        await generation.close()
-        usage = generation.usage()
-        describe_end(exchange, generation, usage)
-        if exchange.quota is not None:
-            exchange.quota.settle(usage.prompt_tokens + usage.completion_tokens if started else 0)
+        try:
+            await generation.close()
+        finally:  # a client that hangs up now, with all it asked for, has still to be accounted for
+            usage = generation.usage()
+            describe_end(exchange, generation, usage)
+            if exchange.quota is not None:
+                exchange.quota.settle(usage.prompt_tokens + usage.completion_tokens if started else 0)
 
 
 def as_allowed(ask: Ask, exchange: Exchange, model: ServedModel) -> Ask:
