@@ -24,6 +24,8 @@ MAX_SHAPES: Final = 48
 """Alternatives of one schema that are looked at."""
 MAX_NODES: Final = 20_000
 MAX_ENDINGS: Final = 24
+MAX_TEXT: Final = 1 << 14
+"""Bytes of a smallest instance; one that is longer counts as not known."""
 
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|"(?:[^"\\]|\\.)*\\?$|[^\s{}\[\],:"]+', re.DOTALL)
 
@@ -119,12 +121,13 @@ def _finished(frames: list[Frame], scalar: bytes) -> bool:
 
 class Ending(NamedTuple):
     """``text`` ends the value. ``word``: before it, the string that has begun must be ended as its pattern wants, which
-    takes about so many tokens. ``steady``: it stays the shortest while the string that has begun goes on.
+    takes about so many tokens; ``hint`` is that pattern. ``steady``: it stays the shortest while the string goes on.
     ``jump``: how many tokens longer the shortest ending can become by one more token of the text (an estimate)."""
 
     text: bytes
     jump: int
     word: int = 0
+    hint: bytes = b""
     steady: bool = False
 
 
@@ -171,7 +174,8 @@ class Closer:
         while changed:
             changed = False
             for node in reversed(order):
-                best = min(filter(None, map(self._smallest_of, self.shapes(node))), key=len, default=None)
+                fitting = (text for text in map(self._smallest_of, self.shapes(node)) if text and len(text) <= MAX_TEXT)
+                best = min(fitting, key=len, default=None)
                 old = self._smallest.get(id(node))
                 if best is not None and (old is None or len(best) < len(old)):
                     self._smallest[id(node)] = best
@@ -219,7 +223,7 @@ class Closer:
     def _smallest_string(self, shape: Node) -> bytes | None:
         if "pattern" in shape or "format" in shape:
             return self._word(shape)
-        return b'"' + b"a" * int(shape.get("minLength", 0)) + b'"'
+        return b'"' + b"a" * min(int(shape.get("minLength", 0)), MAX_TEXT) + b'"'
 
     # --- shapes: a schema as alternatives without $ref, allOf, anyOf and lists of types
 
@@ -336,7 +340,8 @@ class Closer:
             if kind != "string":
                 return []
             if "pattern" in shape or "format" in shape:
-                return [Ending(b"", 2, word=max(1, self._size(self._word(shape) or b"0123456789abcdef")))]
+                size = self._size(self._word(shape) or b"0123456789abcdef")
+                return [Ending(b"", 2, word=max(1, size), hint=str(shape.get("pattern", "")).encode())]
             least = int(shape.get("minLength", 0))
             return [Ending(ending, 2, steady=least == 0) for ending in _string_ends(raw, least)]
         if kind == "boolean" or kind == "null":
@@ -344,7 +349,9 @@ class Closer:
             return [Ending(word[len(raw) :], 0) for word in words if word.startswith(raw)]
         if kind in ("integer", "number") and raw[:1] in b"-0123456789":
             jump = 2 + max([len(str(shape[k])) for k in ("minimum", "maximum", "multipleOf") if k in shape], default=0)
-            return [Ending(ending, jump) for ending in _NUMBER_ENDS]
+            number = _smallest_number(shape) or b""
+            own = [number[len(raw) :]] if number.startswith(raw) else []
+            return [Ending(ending, jump) for ending in (*own, *_NUMBER_ENDS)]
         return []
 
     def _end_array(self, shape: Node, frames: list[Frame], depth: int, text: bytes) -> list[Ending]:
@@ -407,7 +414,7 @@ class Closer:
         """A name has begun, or is due: each that it may become, with the smallest value."""
         begun = frame.key if frame.state == "key" else b""
         found: list[Ending] = []
-        names = [name for name in left if dumps(name).startswith(begun)]
+        names = [name for name in (*left, *self._pattern_names(shape)) if dumps(name).startswith(begun)]
         free = [b'a"', b'_"', b'x1"'] if not begun else [b'"', b'a"', b'_"', b'1"']
         if shape.get("additionalProperties", True) is not False or shape.get("patternProperties"):
             for end in free:
@@ -420,6 +427,11 @@ class Closer:
             if with_key is not None:
                 found.append(with_key)
         return [ending._replace(jump=max(ending.jump, jump)) for ending in found]
+
+    def _pattern_names(self, shape: Node) -> list[str]:
+        """A name for each of patternProperties."""
+        words = (self._word({"type": "string", "pattern": p}) for p in list(shape.get("patternProperties", {}))[:8])
+        return [json.loads(word) for word in words if word is not None]
 
     def _with_key(self, shape: Node, keys: list[str], written: bytes, begun: bytes) -> Ending | None:
         try:
@@ -475,7 +487,9 @@ class Closer:
             missing = [name for name in properties if name in missing or name in chosen] + [
                 name for name in missing if name not in properties
             ]
-            missing += [chr(97 + index) for index in range(min(26, short - len(chosen)))]
+            free = [name for name in self._pattern_names(shape) if name not in keys and name not in properties]
+            free += [chr(97 + index) for index in range(26)] if shape.get("additionalProperties") is not False else []
+            missing += free[: short - len(chosen)]
         texts = []
         for name in missing:
             value = least(self._property(shape, name))
@@ -486,7 +500,10 @@ class Closer:
 
 
 _TYPES: Final = ("null", "boolean", "integer", "string", "array", "object", "number")
-_NUMBER_ENDS: Final = (b"", b"0", b"1", b"5", b"9", b"00", b"10", b".5", b"000", b"100", b"0000", b"e1")
+_NUMBER_ENDS: Final = (
+    b"", b"0", b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"00", b"10", b".5", b"000", b"100", b"0000",
+    b"e1",
+)  # fmt: skip
 
 
 def _by_type(shape: Node) -> list[Node]:

@@ -42,10 +42,12 @@ LOCATE_S: Final = 1.0
 """How long the keyword that cannot be enforced is looked for."""
 MAX_BEAM: Final = 64
 """Texts of one length that the search for a string goes on from."""
+MAX_ALIKE: Final = 4
+"""Of these, texts that allow the same tokens next: most often, but not always, the same state."""
 WORD_PROBES: Final = 3000
 """Bytes tried to find the shortest string of a pattern, 50 to 200 us each; a schema's patterns together get four times
 that. A count and not a time: the same request gets the same answer."""
-LIVE_PROBES: Final = 300
+LIVE_PROBES: Final = 600
 """Bytes tried in the middle of a text."""
 SPARE_TOKENS: Final = 6
 """Kept between the shortest ending and the limit: one token may open more than `Ending.jump` foresees."""
@@ -171,7 +173,7 @@ class Compiler:
         else:
             body = f"%lark {{\n{self._lark(constraint)}\n}}"
         start = self._matcher(whole_grammar(self._vocabulary, body, constraint.after, constraint.opens))
-        problem = _problem(start)
+        problem = _problem(start, self._vocabulary)
         if problem and schema is not None:
             self._locate(schema, problem)
         if problem:
@@ -189,7 +191,7 @@ class Compiler:
             return constraint.text
         try:
             return gbnf_to_lark(constraint.text)
-        except (ValueError, AssertionError, IndexError, KeyError, RecursionError) as error:
+        except Exception as error:  # what the converter raises is a bare Exception
             raise InvalidJsonSchema(f"{self._param}: not a GBNF grammar: {error}", param=self._param) from error
 
     def _matcher(self, lark: str) -> llguidance.LLMatcher:
@@ -212,7 +214,7 @@ class Compiler:
             except (RecursionError, TypeError, ValueError, KeyError, AttributeError):  # a schema it cannot read
                 shortest = None
         elif not constraint.after and constraint.kind == "regex":
-            shortest = search(vocabulary, start, _whole, Probes(WORD_PROBES))
+            shortest = search(vocabulary, start, _whole, Probes(WORD_PROBES), constraint.text.encode())
         grammar = LlGrammar(vocabulary, start, closer, constraint)
         if shortest is not None:
             tokens = grammar.prefix(b"") + vocabulary.tokens_of(shortest)
@@ -228,8 +230,9 @@ class Compiler:
         key = json.dumps(wanted, sort_keys=True)
         if key not in self._words:
             matcher = self._matcher(whole_grammar(self._vocabulary, json_block({"type": "string", **wanted})))
+            hint = str(wanted.get("pattern", "")).encode()
             probes = Probes(min(WORD_PROBES, self._probes_left))
-            self._words[key] = None if matcher.is_error() else search(self._vocabulary, matcher, _whole, probes)
+            self._words[key] = None if matcher.is_error() else search(self._vocabulary, matcher, _whole, probes, hint)
             self._probes_left -= probes.taken
         return self._words[key]
 
@@ -247,8 +250,11 @@ class Compiler:
             if not found:
                 continue
             below = {step.split("/")[1] for step, _ in children(node)}
-            for keyword in sorted(node.keys() - {"$defs", "definitions"}, key=lambda name: name in below):
-                without = {key: value for key, value in node.items() if key != keyword}
+            for keyword in sorted(
+                node.keys() - {"$defs", "definitions"}, key=lambda name: (name == "type", name in below)
+            ):
+                dropped = {keyword, "then", "else"} if keyword == "if" else {keyword}
+                without = {key: value for key, value in node.items() if key not in dropped}
                 if not self._problem_of({**shared, **without}):
                     at = pointer + pointer_part(keyword)
                     refuse(keyword, at, f"cannot be enforced: {_first_lines(found)}", self._param)
@@ -260,7 +266,8 @@ class Compiler:
             )
 
     def _problem_of(self, schema: Node) -> str:
-        return _problem(self._matcher(whole_grammar(self._vocabulary, json_block(schema))))
+        matcher = self._matcher(whole_grammar(self._vocabulary, json_block(schema)))
+        return _problem(matcher, self._vocabulary)
 
 
 HEAD: Final = '%llguidance {"no_forcing": true}\n'
@@ -283,11 +290,22 @@ def whole_grammar(vocabulary: Vocabulary, body: str, after: str = "", opens: str
     return f"{HEAD}start: {start}\n{thought}gap: /[ \\n]{{0,3}}/\nbody: {body}\n"
 
 
-def _problem(matcher: llguidance.LLMatcher) -> str:
+def _problem(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> str:
     """Why the grammar cannot be used; warnings too: they say what would be ignored."""
     if matcher.is_error():
         return str(matcher.get_error()) or "it does not compile"
-    return "; ".join(matcher.get_grammar_warnings())
+    if warnings := matcher.get_grammar_warnings():
+        return "; ".join(warnings)
+    row, probe = np.zeros(vocabulary.words, np.uint32), matcher.deep_copy()
+    probe.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    if probe.is_error():
+        return f"no text can begin: {probe.get_error()}"
+    if not row.any():
+        return "no text matches"
+    brace = vocabulary.byte_ids.get(0x7B, 0)
+    if row[brace >> 5] >> (brace & 31) & 1 and probe.try_consume_tokens([brace]) != 1:  # as of thousands of properties
+        return str(probe.get_error())
+    return ""
 
 
 def _first_lines(problem: str) -> str:
@@ -464,7 +482,7 @@ class LlMatcher:
                 rough = [0] * (2 * ending.word + len(vocabulary.tokens_of(end)))
                 if Need(0, rough, ending.jump, False).fits(tokens_left):
                     return None
-                found = search(vocabulary, self._matcher, _string_ends, Probes(LIVE_PROBES))
+                found = search(vocabulary, self._matcher, _string_ends, Probes(LIVE_PROBES), ending.hint)
                 if found is None:
                     continue
                 end = found + end
@@ -508,9 +526,10 @@ def search(
     start: llguidance.LLMatcher,
     ends: Callable[[llguidance.LLMatcher, bytes], bool],
     probes: Probes,
+    hint: bytes,
 ) -> bytes | None:
     """A short text from here to where ``ends``, byte by byte: breadth first over texts that differ in what they allow
-    next, a few bytes of each kind tried from each. None when the probes run out."""
+    next, a few bytes of each kind and those of ``hint`` tried from each. None when the probes run out."""
     row = np.zeros(vocabulary.words, np.uint32)
 
     def allowed_by(matcher: llguidance.LLMatcher) -> U32:
@@ -518,10 +537,12 @@ def search(
         return row if not matcher.is_error() else np.zeros_like(row)
 
     first = start.deep_copy()
-    beam = [(first, b"", _samples(vocabulary, allowed_by(first)))]
+    beam: list[tuple[llguidance.LLMatcher, bytes, list[int]]] = [
+        (first, b"", _samples(vocabulary, allowed_by(first), hint))
+    ]
     for _ in range(512):
-        following = []
-        seen: set[bytes] = set()
+        following: list[tuple[llguidance.LLMatcher, bytes, list[int]]] = []
+        seen: dict[bytes, int] = {}
         for matcher, text, samples in beam:
             if ends(matcher, text):
                 return text
@@ -535,9 +556,9 @@ def search(
                 if ends(probe, longer):
                     return longer
                 state = allowed_by(probe).tobytes()
-                if state not in seen and len(seen) < MAX_BEAM:
-                    seen.add(state)
-                    following.append((probe, longer, _samples(vocabulary, row)))
+                alike = seen[state] = seen.get(state, 0) + 1
+                if alike <= MAX_ALIKE and len(following) < MAX_BEAM:
+                    following.append((probe, longer, _samples(vocabulary, row, hint)))
         beam = following
     return None
 
@@ -545,12 +566,12 @@ def search(
 _KINDS: Final = (b'"}]', b"0123456789", b"abcdefghijklmnopqrstuvwxyz", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
-def _samples(vocabulary: Vocabulary, row: U32) -> list[int]:
-    """Some of the allowed bytes: all of a small kind, the ends of a large one, and some of the rest."""
+def _samples(vocabulary: Vocabulary, row: U32, hint: bytes) -> list[int]:
+    """Some of the allowed bytes: the quote and those of the hint, the ends of every kind, some of the rest."""
     allowed = [byte for byte, token in vocabulary.byte_ids.items() if row[token >> 5] >> (token & 31) & 1]
-    picked: list[int] = []
+    picked = [byte for byte in allowed if byte in hint or byte == 0x22]
     for kind in _KINDS:
         some = sorted(byte for byte in allowed if byte in kind)
         picked += some if len(some) <= 4 else [some[0], some[1], some[-1]]
     others = sorted(byte for byte in allowed if not any(byte in kind for kind in _KINDS))
-    return picked + others[:40]
+    return list(dict.fromkeys(picked + others[: 4 if hint else 40]))
