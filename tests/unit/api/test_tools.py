@@ -54,7 +54,8 @@ async def test_content_is_null_beside_calls_only() -> None:
 
 
 async def test_without_tools_text_is_text() -> None:
-    for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+    unused: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}]
+    for fields in unused:
         choice = await choice_of(CALL, **fields)
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
 
@@ -126,9 +127,9 @@ async def test_usage_counts_the_reasoning() -> None:
 
 
 async def test_logprobs_go_with_the_visible_text() -> None:
-    for fields in ({}, {"stream": True}):
-        reply = await client(BOTH).chat(tools=TOOLS, logprobs=True, **fields)
-        choices = [event["choices"][0] for event in reply.events()] if fields else reply.json()["choices"]
+    for stream in (False, True):
+        reply = await client(BOTH).chat(tools=TOOLS, logprobs=True, stream=stream)
+        choices = [event["choices"][0] for event in reply.events()] if stream else reply.json()["choices"]
         entries = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
         assert "".join(entry["token"] for entry in entries) == "Let me look."
 
