@@ -104,7 +104,7 @@ def engine_rounds(
         side: median_interval([share_of_limit(v, 1, step_bytes[1], limit.value) for v in by["decode 1"]])
         for side, by in sides.items()
     }
-    musts = asked_for(model)
+    musts = {} if args.quick else asked_for(model)
     table = {
         name: {
             "ours": median(values),
