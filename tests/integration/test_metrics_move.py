@@ -44,7 +44,7 @@ def server(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, str]]:
     limited = add_key(tmp_path / "keys.json", {"name": "limited", "requests_per_minute": 1})
     running = Server(
         str(tiny_model), "--served-name", "tiny", "--api-key", ADMIN, "--keys", str(tmp_path / "keys.json"),
-        "--kv-memory", "2M", "--max-context", "512",
+        "--kv-memory", "2M", "--max-context", "1024",
         "--max-seqs", "8", "--max-queue-requests", "6", "--otlp-endpoint", "http://127.0.0.1:9",
     )  # fmt: skip
     yield running, limited
@@ -103,7 +103,7 @@ async def workload(server: Server, limited: str) -> None:
     left.abort()
     await until(lambda: is_idle(server), "the server lets go of who left")
     many = [
-        completion(400, prompt=[n + 3] * 100, stream=True, temperature=1, seed=n) for n in range(24)
+        completion(900, prompt=[n + 3] * 100, stream=True, temperature=1, seed=n) for n in range(24)
     ]  # more than fit at once, and more than the queue takes
     sent = [await send(server.url, "/v1/completions", one, headers=headers()) for one in many]
     await until(lambda: is_queued(server), "some wait")
