@@ -137,13 +137,16 @@ def _chunk(state: State, ledger: Ledger, choice: Choice, target_s: float, first:
     """Rows for this prompt by time, rows and logits rows; 0: not in this step."""
     least = min(state.config.min_prefill_tokens, choice.uncomputed)
     in_time = state.cost.rows_within(target_s, ledger.load, choice.computed)
-    short = choice.uncomputed <= state.config.whole_prompt_tokens and choice.computed == choice.group.cached_tokens
-    if in_time < choice.uncomputed and (short or choice.uncomputed <= in_time + least):
-        # What nearly fits is not worth another step.
-        stretched = state.cost.rows_within(_STRETCH * target_s, ledger.load, choice.computed)
-        in_time = choice.uncomputed if stretched >= choice.uncomputed else in_time
-    if in_time < least or (short and first):
-        in_time = (choice.uncomputed if short else least) if first else 0  # a short prompt's first token is not put off
+    if in_time < choice.uncomputed:  # what nearly fits is not worth another step
+        short = choice.uncomputed <= state.config.whole_prompt_tokens and choice.computed == choice.group.cached_tokens
+        limit_s = _STRETCH * target_s
+        if short and first:  # its first token is not put off, though the others alone take all the time
+            limit_s = max(limit_s, state.cost.predict_s(ledger.load) + target_s / 2)
+        if short or choice.uncomputed <= in_time + least:
+            stretched = state.cost.rows_within(limit_s, ledger.load, choice.computed)
+            in_time = choice.uncomputed if stretched >= choice.uncomputed else in_time
+    if in_time < least:
+        in_time = least if first else 0
     num_tokens = min(in_time, choice.uncomputed, ledger.rows)
     if choice.scores_prompt:
         return min(num_tokens, ledger.logit_rows)
