@@ -12,7 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from ai_engine.ports.errors import ConfigError
+from ai_engine.serving.config import ServingConfig
 
+SERVING = ServingConfig()  # its defaults are the server's
 MAX_THREADS = 1024
 MAX_S = 1_000_000_000  # 30 years: longer times, and infinity, do not survive the way to the worker
 
@@ -41,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[
         Literal["off", "lookup"],
         Meta(description="lookup: guess tokens that the prompt or answer held before; changes speed, not answers"),
-    ] = "lookup"
+    ] = SERVING.speculation
     kernels: Annotated[
         Literal["cpu", "reference"], Meta(description="cpu: compiled kernels; reference: NumPy, slow, for comparison")
     ] = "cpu"
@@ -76,9 +78,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], Meta(description="web origin that browsers may call from; repeatable", extra={"many": True})
     ] = ()
     in_process: Annotated[bool, Meta(description="run gateway and worker in one process")] = False
-    max_queue_requests: Annotated[int, Meta(description="requests that may wait; more are refused with 503")] = 512
-    max_queue_tokens: Annotated[int, Meta(description="prompt and output tokens that may wait")] = 1_000_000
-    step_target_ms: Annotated[float, Meta(description="longest step aimed at; long prompts are cut to fit it")] = 50.0
+    max_queue_requests: Annotated[int, Meta(description="requests that may wait; more are refused with 503")] = (
+        SERVING.max_queue_requests
+    )
+    max_queue_tokens: Annotated[int, Meta(description="prompt and output tokens that may wait")] = (
+        SERVING.max_queue_tokens
+    )
+    step_target_ms: Annotated[float, Meta(description="longest step aimed at; long prompts are cut to fit it")] = (
+        SERVING.step_target_s * 1000
+    )
     request_timeout_s: Annotated[float, Meta(description="a request fails after this long; 0: never")] = 600.0
     max_body_bytes: Annotated[int, Meta(description="largest request body")] = 8 << 20
     drain_s: Annotated[float, Meta(description="on SIGTERM, seconds for running requests to finish")] = 30.0

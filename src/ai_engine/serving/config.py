@@ -1,4 +1,5 @@
-"""Every number of the serving layer and its default, in one place. Owns no behaviour."""
+"""Every number of the serving layer and its default, in one place; the server's flags take theirs from here. Owns no
+behaviour."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import msgspec
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     # the queue
     max_queue_requests: int = 512
-    max_queue_tokens: int = 262_144  # expected tokens (prompt and output) of queued requests
+    max_queue_tokens: int = 1_000_000  # expected tokens (prompt and output) of queued requests
     expected_output_tokens: int = 256  # of a choice, when max_tokens is larger: what the queue's sums assume
     min_retry_after_s: float = 1.0
     max_retry_after_s: float = 60.0
