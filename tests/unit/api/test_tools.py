@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -230,3 +231,92 @@ async def test_choices_take_turns_in_calls() -> None:
         assert {call["index"] for call in calls} == {0}
         assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Ås"}'
         assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+# --- every door ---
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+STRUCTURED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "o", "schema": SCHEMA}}},
+    RESPONSES: {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "o", "schema": SCHEMA}}},
+    MESSAGES: {
+        "messages": HI,
+        "max_tokens": 99,
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    },
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 99, "structured_outputs": {"json": SCHEMA}},
+}
+
+
+@pytest.mark.parametrize("path", STRUCTURED)
+@pytest.mark.parametrize("inside", [False, True])
+async def test_a_schema_begins_after_the_reasoning_at_every_door(path: str, inside: bool) -> None:
+    serving = saying("x</think>{}")
+    form = ReplyForm(reasoning=TAGS, inside_reasoning=inside)
+    reply = await Client(make_api(serving, text=ByteText(form=form)))("POST", path, {"model": "m", **STRUCTURED[path]})
+    assert reply.status == 200, reply.body
+    constraint = serving.requests[0].constraint
+    assert constraint is not None
+    assert constraint.kind == "json_schema"
+    if path == "/v1/completions":  # plain text has no reasoning part
+        assert (constraint.after, constraint.opens) == ("", "")
+    else:
+        assert (constraint.after, constraint.opens) == (TAGS[1], "" if inside else TAGS[0])
+
+
+CALLING: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI, "tools": TOOLS},
+    RESPONSES: {"input": "Hi", "tools": [{"type": "function", **tool["function"]} for tool in TOOLS]},
+    MESSAGES: {
+        "messages": HI,
+        "max_tokens": 400,
+        "tools": [{"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in TOOLS],
+    },
+}
+
+
+def said(path: str, body: dict[str, Any]) -> tuple[str, str, list[Any]]:
+    """(reasoning, text, calls) of an answer in the shapes of its door."""
+    if path == CHAT:
+        message = body["choices"][0]["message"]
+        calls = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]
+        ]
+        return message["reasoning"], message["content"], calls
+    if path == RESPONSES:
+        items = body["output"]
+        calls = [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
+        texts = {item["type"]: item["content"][0]["text"] for item in items if item["type"] != "function_call"}
+        return texts["reasoning"], texts["message"], calls
+    blocks = body["content"]
+    calls = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+    texts = {block["type"]: block.get("thinking") or block.get("text") for block in blocks}
+    return texts["thinking"], texts["text"], calls
+
+
+@pytest.mark.parametrize("path", CALLING)
+@pytest.mark.parametrize("tokens_per_chunk", [1, 1000])
+async def test_every_door_reads_the_same_calls(path: str, tokens_per_chunk: int) -> None:
+    reply = await client(BOTH, tokens_per_chunk=tokens_per_chunk)("POST", path, {"model": "m", **CALLING[path]})
+    assert reply.status == 200, reply.body
+    wanted = [("get_weather", {"city": "Ås"}), ("get_time", {})]
+    assert said(path, reply.json()) == ("Hm.", "Let me look.", wanted)
+
+
+async def test_bytes_that_are_no_text_fail_nothing() -> None:
+    """In the text, in the reasoning and in a call: U+FFFD, and the answer goes on."""
+    head, tail = (
+        b'<think>\xff</think>\xe2\x82 ok<tool_call>{"name": "get_time", "arguments": {"a": "\xf0\x9f',
+        b'"}}</tool_call>',
+    )
+    serving = ScriptedServing(lambda request: answer(request, (*head, *tail)))
+    for stream in (False, True):
+        reply = await Client(make_api(serving, text=ByteText(form=FORM))).chat(tools=TOOLS, stream=stream)
+        assert reply.status == 200
+        if stream:
+            assert reply.text() == "\ufffd ok"
+            continue
+        message = reply.json()["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("\ufffd", "\ufffd ok")
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": "\ufffd"}
