@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     label = args.model
     source = model
     if args.requantize:
-        model, label = llamacpp.requantised(llama, model, args.requantize), f"{args.model}-{args.requantize}"
-    report = Report(f"compare-{args.what}-{file_name(Path(label).stem)}", args.out, args.json)
+        model = llamacpp.requantised(llama, model, args.requantize)
+        label = f"{file_name(args.model)}-{args.requantize}"
+    report = Report(f"compare-{args.what}-{file_name(label)}", args.out, args.json)
     threads = args.threads or read_machine().default_threads
     facts: dict[str, Any] = {
         "model": model.name, "sha256": llamacpp.digest(model), "made_from": source.name if model != source else None,
