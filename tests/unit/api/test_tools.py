@@ -15,8 +15,8 @@ from tests.unit.api.doors import ByteText, Client, make_api, saying
 
 TAGS = ("<think>", "</think>")
 FORM = ReplyForm(reasoning=TAGS, calls="hermes")
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
-TIME = {"type": "function", "function": {"name": "get_time"}}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 TOOLS = [WEATHER, TIME]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ås"}}\n</tool_call>'
 BOTH = f'<think>\nHm.\n</think>\n\nLet me look.\n{CALL}\n<tool_call>\n{{"name": "get_time"}}\n</tool_call>'
