@@ -162,7 +162,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ),
     counter("l5_sched_step_idle_seconds", "Time between steps with nobody running."),
     counter("l5_sched_step_bubble_seconds", "Time between steps with somebody running."),
-    counter("l5_sched_preempt", "Sequences that lost their pages."),
+    counter("l5_sched_preempt", "Sequences that lost their pages, by why.", "reason"),
     counter("l5_sched_preempt_recomputed_tokens", "Tokens computed again after a preemption."),
     gauge("l5_sched_watchdog_heartbeat_timestamp_seconds", "Unix time of the last step."),
     # L4

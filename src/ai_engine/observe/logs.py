@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
 from ai_engine.observe.host import Sample
-from ai_engine.ports.telemetry import Event, RequestTraced, TokensSent
+from ai_engine.ports.telemetry import Event, RequestTraced, SequencePreempted, TokensSent
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -73,6 +73,8 @@ class Log:
         if isinstance(event, RequestTraced):
             level: Level = "error" if event.status >= 500 else "warning" if event.status >= 400 else "info"
             self.write_line(level, "request", request_fields(event))
+        elif isinstance(event, SequencePreempted):
+            self.write_line("info", "preempted", preempted_fields(event))
         elif isinstance(event, TokensSent):
             for token in event.tokens:
                 fields = {"trace": event.trace_id, "key": event.key, "request": event.request_id,
@@ -121,17 +123,31 @@ class Log:
         yield "l6_ops_log_suppressed", self.suppressed + self.failures, ()
 
 
+def preempted_fields(event: SequencePreempted) -> dict[str, Any]:
+    """Who lost how much, why, and how short the pages were."""
+    return {
+        "request": event.request_id,
+        "choice": event.index,
+        "reason": event.reason,
+        "computed_tokens": event.computed_tokens,
+        "output_tokens": event.output_tokens,
+        "pages_free": event.pages_free,
+        "pages_total": event.pages_total,
+    }
+
+
 def request_fields(event: RequestTraced) -> dict[str, Any]:
     """What one request's line says; absent fields are left out."""
     said = event.attributes
-    send = next((part for part in event.parts if part.name == "send"), None)
+    first = next((part for part in event.parts if part.name == "detokenise"), None)  # begins with the first token
     fields: dict[str, Any] = {
         "trace": event.context.trace_id,
         "method": event.method,
         "route": event.route,
         "status": event.status,
         "seconds": round(event.ended_s - event.started_s, 6),
-        "first_byte_seconds": None if send is None else round(send.started_s - event.started_s, 6),
+        "ttft_seconds": None if first is None else round(first.started_s - event.started_s, 6),
+        "max_gap_seconds": said.get("ai_engine.max_gap_seconds"),
         "key": event.key or None,
         "model": said.get("gen_ai.request.model"),
         "prompt_tokens": said.get("gen_ai.usage.input_tokens"),
@@ -139,6 +155,7 @@ def request_fields(event: RequestTraced) -> dict[str, Any]:
         "completion_tokens": said.get("gen_ai.usage.output_tokens"),
         "finish": said.get("gen_ai.response.finish_reasons"),
         "stream": said.get("gen_ai.request.stream"),
+        "failed": said.get("ai_engine.failed") or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
 

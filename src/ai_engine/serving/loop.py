@@ -21,6 +21,7 @@ from ai_engine.ports.serving import Chunk, Terminal, TokenLogprob, Usage
 from ai_engine.ports.telemetry import (
     RequestScheduled,
     SequenceOpened,
+    SequencePreempted,
     StepDone,
     StepWork,
     Telemetry,
@@ -267,7 +268,7 @@ class StepLoop:
         state.step = plan.step
         state.closing.clear()
         for seq_id in plan.preempt:
-            self._park(self._open.pop(seq_id))
+            self._preempt(self._open.pop(seq_id))
         try:
             result = self._runtime.step(plan)
         except Exception as error:  # whatever it was, only this plan's sequences pay for it
@@ -291,7 +292,20 @@ class StepLoop:
         for output in result.outputs:
             self.deliver(self._open[output.seq_id], output)
 
-    def _park(self, choice: Choice) -> None:
+    def _preempt(self, choice: Choice) -> None:
+        budget, group = self._budget, choice.group
+        self._telemetry.emit(
+            SequencePreempted(
+                seq_id=choice.seq_id,
+                request_id=group.request.request_id,
+                index=choice.index,
+                reason="kv_pages",
+                computed_tokens=choice.computed,
+                output_tokens=choice.num_output,
+                pages_free=budget.available,
+                pages_total=budget.total,
+            )
+        )
         self.state.running.remove(choice)
         choice.seq_id = choice.computed = 0
         self.state.park(choice)

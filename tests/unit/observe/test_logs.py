@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ai_engine.observe.logs import Handler, Log
-from ai_engine.ports.telemetry import TokensSent
+from ai_engine.ports.telemetry import SequencePreempted, TokensSent
 from ai_engine.ports.trace import Part
 from tests.unit.observe.rig import TRACE, step_done, traced
 
@@ -25,12 +25,12 @@ def lines_of(log: Log, out: io.StringIO) -> list[dict[str, Any]]:
 def test_a_request_is_one_line_with_its_trace() -> None:
     out = io.StringIO()
     log = Log(out, wall_s=lambda: 1_764_547_200.5)
-    log.emit(traced(10.0, 12.5, [Part("receive", 10.0, 10.5, 0.5), Part("send", 10.75, 12.5, 0.1, 3)], key="team"))
+    log.emit(traced(10.0, 12.5, [Part("receive", 10.0, 10.5, 0.5), Part("detokenise", 10.75, 12.5, 0.1, 3)], key="team"))
     log.emit(step_done(1, 0.0, 1.0))
     (line,) = lines_of(log, out)
     assert line == {
         "time": "2025-12-01T00:00:00.500Z", "level": "info", "event": "request", "trace": TRACE, "method": "POST",
-        "route": "/chat/completions", "status": 200, "seconds": 2.5, "first_byte_seconds": 0.75, "key": "team",
+        "route": "/chat/completions", "status": 200, "seconds": 2.5, "ttft_seconds": 0.75, "key": "team",
         "model": "m", "completion_tokens": 3, "finish": ["stop"], "stream": True,
     }  # fmt: skip
 
@@ -63,6 +63,17 @@ def test_a_token_line_names_step_and_trace_and_no_text() -> None:
     assert [(line["token"], line["step"], line["trace"], line["choice"]) for line in lines_of(log, out)] == [
         (5, 77, TRACE, 1), (6, 77, TRACE, 1),
     ]  # fmt: skip
+
+
+def test_a_preemption_is_a_line_with_its_reason() -> None:
+    out = io.StringIO()
+    log = Log(out)
+    log.emit(SequencePreempted(3, "chat-9", 1, "kv_pages", 700, 50, 1, 128))
+    (line,) = lines_of(log, out)
+    assert {key: line[key] for key in ("event", "request", "choice", "reason", "computed_tokens", "pages_free")} == {
+        "event": "preempted", "request": "chat-9", "choice": 1, "reason": "kv_pages", "computed_tokens": 700,
+        "pages_free": 1,
+    }  # fmt: skip
 
 
 def test_on_a_terminal_a_line_is_text_and_stays_one_line() -> None:

@@ -68,7 +68,6 @@ def samples(sink: Metrics) -> dict[str, float]:
                 "l3_kv_pool_used_pages": 30,
                 "l3_kv_pool_usage_ratio": 0.3,
                 "l3_kv_evict_pages_total": 4,
-                "l5_sched_preempt_total": 1,
             },
         ),
         (
@@ -104,6 +103,7 @@ def samples(sink: Metrics) -> dict[str, float]:
                 "l3_kv_prefix_hit_ratio": 0.8,
             },
         ),
+        (ev.SequencePreempted(3, "r", 0, "kv_pages", 70, 5, 1, 100), {"l5_sched_preempt_total{reason=kv_pages}": 1}),
         (
             ev.RequestRefused("server_overloaded"),
             {"l7_door_admission_rejections_total{reason=server_overloaded}": 1},

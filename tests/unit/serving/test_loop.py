@@ -25,7 +25,7 @@ from ai_engine.ports.runtime import (
 )
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import Chunk, GenerateRequest, Usage
-from ai_engine.ports.telemetry import StepDone, TokenTimes
+from ai_engine.ports.telemetry import SequencePreempted, StepDone, TokenTimes
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.loop import Arrive, Cancel, StepLoop
 from ai_engine.serving.state import Group
@@ -272,7 +272,12 @@ def test_a_preempted_sequence_resumes_before_the_queue_and_gives_the_same_tokens
     for r in (first, second, third):
         rig.submit(r)
     rig.run()
-    assert sum(event.preempted for event in rig.telemetry.of(StepDone)) >= 1
+    told = rig.telemetry.of(SequencePreempted)
+    assert len(told) == sum(event.preempted for event in rig.telemetry.of(StepDone)) >= 1
+    for event in told:
+        assert (event.request_id, event.reason, event.pages_total) == ("b", "kv_pages", 8)
+        assert event.computed_tokens >= 33 + event.output_tokens - 1 > 0
+        assert event.pages_free < 2
     for r in (first, second, third):
         assert rig.tokens(r.request_id) == rig.expected(r) or EOS in rig.expected(r)
     finished = [event.request_id for event in rig.telemetry.of(TokenTimes)]
