@@ -96,6 +96,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: Annotated[
         str, Meta(description="send spans to this OpenTelemetry collector (http://HOST:4318, protobuf over HTTP)")
     ] = ""
+    slo: Annotated[
+        str, Meta(description="file of objectives that /metrics judges (see `ai-engine slo check --help`)")
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level logged; info: a line per request")
     ] = "info"

@@ -45,6 +45,7 @@ from ai_engine.observe.otlp import Exporter
 from ai_engine.observe.pages import PageReader
 from ai_engine.observe.recorder import Fanout
 from ai_engine.observe.sampled import Sampler
+from ai_engine.observe.slo import Monitor, read_slo
 from ai_engine.observe.steps import StepStore
 from ai_engine.observe.traces import Traces
 from ai_engine.ports.clock import SystemClock
@@ -157,6 +158,10 @@ class Gateway:
         as_json = config.log_format == "json" or (config.log_format == "auto" and not sys.stderr.isatty())
         self.log = Log(sys.stderr, level=config.log_level, as_json=as_json)
         self.telemetry = Fanout(self.metrics, self.traces, self.log)
+        if config.slo:
+            monitor = Monitor(read_slo(Path(config.slo)))
+            self.telemetry.sinks.append(monitor)
+            self.metrics.probes.append(monitor)
         self.memory = EngineMemory(self._pages_now)
         self.servers: list[Server] = []
         self.exporter: Exporter | None = None

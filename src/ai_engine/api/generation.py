@@ -239,6 +239,8 @@ class Generation:
     def __init__(self, ask: Ask, prompts: list[Prompt], serving: Serving, text: TextService, parts: Parts) -> None:
         self.ask = ask
         self._parts = parts
+        self._arrived_s = 0.0
+        self.max_gap_s = 0.0  # the longest wait between two arrivals
         self.on_chunk: Callable[[Chunk], None] = lambda chunk: None
         self.prompts = prompts
         self._serving = serving
@@ -298,7 +300,10 @@ class Generation:
         while not pieces and self._failure is None:  # chunks of a choice that a stop string ended make no piece
             self._parts.enter("decode" if self._has_said else "first_token")
             arrived = await self._mailbox.take(quiet_s)
-            self._parts.enter("detokenise")
+            now = self._parts.enter("detokenise")
+            if arrived and self._has_said:
+                self.max_gap_s = max(self.max_gap_s, now - self._arrived_s)
+            self._arrived_s = now if arrived else self._arrived_s
             if not arrived:
                 return []
             for prompt, item in arrived:
@@ -344,6 +349,11 @@ class Generation:
     def finishes(self) -> list[str]:
         """How each choice ended, as far as it is known."""
         return [choice.finish or (choice.failure.code if choice.failure else "") for choice in self._choices]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a choice ended in an error."""
+        return self._failure is not None or any(choice.failure is not None for choice in self._choices)
 
     @property
     def num_stopped(self) -> int:

@@ -95,6 +95,8 @@ def describe_end(exchange: Exchange, generation: Generation, usage: Usage) -> No
     exchange.attributes |= {
         "gen_ai.response.finish_reasons": generation.finishes,
         "ai_engine.stop_matches": generation.num_stopped,
+        "ai_engine.max_gap_seconds": round(generation.max_gap_s, 6),
+        "ai_engine.failed": generation.has_failed,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
     }

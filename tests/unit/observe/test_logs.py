@@ -25,7 +25,9 @@ def lines_of(log: Log, out: io.StringIO) -> list[dict[str, Any]]:
 def test_a_request_is_one_line_with_its_trace() -> None:
     out = io.StringIO()
     log = Log(out, wall_s=lambda: 1_764_547_200.5)
-    log.emit(traced(10.0, 12.5, [Part("receive", 10.0, 10.5, 0.5), Part("detokenise", 10.75, 12.5, 0.1, 3)], key="team"))
+    log.emit(
+        traced(10.0, 12.5, [Part("receive", 10.0, 10.5, 0.5), Part("detokenise", 10.75, 12.5, 0.1, 3)], key="team")
+    )
     log.emit(step_done(1, 0.0, 1.0))
     (line,) = lines_of(log, out)
     assert line == {
