@@ -29,6 +29,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0  # sequences open at once; 0: as many as a step takes
     growth_tokens: int = 64  # room kept for the output of each running sequence before another is admitted
     # health and life cycle
-    stall_s: float = 30.0  # a step longer than this makes the server not ready
+    stall_s: float = 30.0  # a step longer than this makes the server not ready, and is told with all stacks
+    fail_stuck_s: float = 120.0  # a step longer than this fails the requests that run in it
     max_failed_steps: int = 3  # this many in a row make it not ready, until a step succeeds
     drain_grace_s: float = 2.0  # for the step loop to end what the deadline cut

@@ -25,7 +25,7 @@ from ai_engine.ports.runtime import (
 )
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import Chunk, GenerateRequest, Usage
-from ai_engine.ports.telemetry import SequencePreempted, StepDone, TokenTimes
+from ai_engine.ports.telemetry import RequestScheduled, SequencePreempted, StepDone, TokenTimes
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.loop import Arrive, Cancel, StepLoop
 from ai_engine.serving.state import Group
@@ -251,6 +251,18 @@ def test_an_answer_may_end_among_accepted_guesses(params: dict[str, Any], given:
     assert rig.end("r").finish == finish
     assert rig.end("r").usage == Usage(10, given)
     assert len(steps) < 6, "the prompt's, two alone, and one with guesses"
+
+
+def test_a_queued_request_whose_client_left_never_runs() -> None:
+    rig = Rig(max_running=1)
+    for name in ("runs", "left", "stays"):
+        rig.submit(request(name, [1, 2], max_tokens=5, ignore_eos=True))
+    rig.once()
+    rig.loop.post(Cancel("left"))
+    rig.run()
+    assert rig.end("left").finish == "cancelled"
+    assert [event.request_id for event in rig.telemetry.of(RequestScheduled)] == ["runs", "stays"]
+    assert rig.tokens("left") == []
 
 
 def test_an_old_request_is_not_starved_by_a_stream_of_new_ones() -> None:

@@ -70,7 +70,7 @@ def rig_of(machine: Machine, seed: int = 0, *, repeats: bool = False, **config: 
     )
     rig = Rig(runtime, **config)
     assert isinstance(runtime._clock, VirtualClock)
-    rig.clock = rig.loop._clock = runtime._clock  # type: ignore[assignment]
+    rig.clock = rig.loop._clock = runtime._clock
     return rig
 
 
