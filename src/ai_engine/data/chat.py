@@ -19,7 +19,13 @@ import msgspec
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
 from ai_engine.data.tool_grammar import constraint_of
-from ai_engine.data.tool_prompt import functions_for_template, plain_history, template_history, with_instructions
+from ai_engine.data.tool_prompt import (
+    functions_for_template,
+    is_allowed,
+    plain_history,
+    template_history,
+    with_instructions,
+)
 from ai_engine.ports.errors import InvalidRequest
 from ai_engine.ports.text import ANY_CALL, Encoded, ReplyForm, ToolChoice
 
@@ -48,7 +54,7 @@ def encode_chat(
     if taken:
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", param="chat_template_kwargs")
     kwargs, warnings = _with_effort(template, dict(template_kwargs or {}), reasoning_effort)
-    offered = tools if tools and tool_choice.mode != "none" else None
+    offered = [tool for tool in tools or () if tool_choice.mode != "none" and is_allowed(tool, tool_choice)]
     turns, shown = _with_calls(template, messages, offered, tool_choice)
     given = [turns, shown, kwargs]
     try:
@@ -87,7 +93,7 @@ def encode_chat(
     if offered:
         constraint = constraint_of(
             template.calls,
-            offered,
+            tools or (),
             tool_choice,
             token_of=lambda text: _control_token(tokenizer, text),
             tags=None if over else template.tags,
@@ -123,7 +129,7 @@ def _with_effort(
 def _with_calls(
     template: JinjaTemplate,
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Sequence[Mapping[str, Any]],
     choice: ToolChoice,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """The messages, and the functions that the template is to print."""

@@ -155,8 +155,7 @@ async def test_what_is_told_to_the_model() -> None:
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TIME]}}
     await api.chat(tools=TOOLS, tool_choice=allowed, parallel_tool_calls=False)
     told = text.template_calls[-1]
-    assert [tool["function"]["name"] for tool in told["tools"]] == ["get_time"]
-    assert told["tool_choice"] == ToolChoice(mode="required", parallel=False)
+    assert told["tool_choice"] == ToolChoice(mode="required", allowed=("get_time",), parallel=False)
     await api.chat(messages=[*HI, {"role": "assistant", "content": "a", "reasoning": "r"}, *HI])
     assert text.template_calls[-1]["messages"][1]["reasoning_content"] == "r"
 
@@ -201,6 +200,16 @@ def function(**fields: Any) -> dict[str, Any]:
         ({"tools": TOOLS, "tool_choice": function(name="g")}, "tool_choice.function.name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [WEATHER, function()]},
+                },
+            },
+            "tool_choice.allowed_tools.tools[1].function.name",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": function()}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),

@@ -178,6 +178,12 @@ def test_what_the_choice_makes_of_the_answer() -> None:
     with pytest.raises(InvalidJsonSchema, match="extends"):
         spy.form([user("q")], tools=[bad], tool_choice=ToolChoice(mode="required"))
     assert spy.form([user("q")], tools=[bad]).constraint is None
+    some = spy.form([user("q")], tools=[bad, *TOOLS], tool_choice=ToolChoice(mode="required", allowed=("get_time",)))
+    assert some.names == ("get_time",)
+    assert "get_weather" not in spy.prompt
+    with pytest.raises(InvalidJsonSchema) as refused:
+        spy.form([user("q")], tools=[*TOOLS, bad], tool_choice=ToolChoice(mode="required", allowed=("f",)))
+    assert refused.value.param == "tools[2].function.parameters", "as the client counts them"
 
 
 def test_history_of_a_template_with_calls() -> None:
