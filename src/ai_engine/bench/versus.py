@@ -56,8 +56,10 @@ def prefix(target: Target, size: Size) -> Run:
     return prefix_run(target, 512, count, 32, output, STREAMS)
 
 
-LOADS: dict[str, tuple[Load, bool]] = {"streams": (streams, False), "single": (single, False), "prefix": (prefix, True)}
-"""Name: what is asked, and whether the prefix caches are on."""
+LOADS: dict[str, tuple[Load, bool, int]] = {
+    "streams": (streams, False, 6), "single": (single, False, 2), "prefix": (prefix, True, 4),
+}  # fmt: skip
+"""Name: what is asked, whether the prefix caches are on, and its share of the time."""
 MUSTS: dict[str, dict[str, float]] = {
     "Q4_1": {"streams": 3.0, "single": 1.7, "prefix": 3.0},
     "Q4_0": {"streams": 2.0, "single": 1.5, "prefix": 3.0},
@@ -67,15 +69,14 @@ MUSTS: dict[str, dict[str, float]] = {
 class Pair:
     """Both servers with the same kind of caching, llama-server with given settings."""
 
-    def __init__(self, ours: Server, llama: LlamaCpp, model: Path, threads: int, cache: bool, seed: int) -> None:
-        self._llama, self._model, self._threads, self._cache, self._seed = llama, model, threads, cache, seed
+    def __init__(self, ours: Server, llama: LlamaCpp, model: Path, threads: int, cache: bool) -> None:
+        self._llama, self._model, self._threads, self._cache = llama, model, threads, cache
         self.ours = self._target(ours.url, ours.process.pid, {})
         self.theirs: Target | None = None
         self.server: LlamaServer | None = None
 
     def _target(self, url: str, pid: int, extra: dict[str, Any]) -> Target:
-        # the same seed on both sides: the same token ids in the same order
-        prompts = Prompts(url, listed_model(url), self._model, self._seed, extra)
+        prompts = Prompts(url, listed_model(url), self._model, secrets.randbits(32), extra)
         return Target(url, pid, prompts, Slo(), quick=False, timeout_s=180.0)
 
     def start_theirs(self, extra: Sequence[str]) -> Target:
@@ -126,6 +127,8 @@ def run(
     if unknown or not names:
         raise ConfigError(f"--workload is {args.workload!r}; use some of {', '.join(LOADS)}", param="workload")
     rounds = 1 if args.quick else args.rounds or 7
+    share = {name: LOADS[name][2] / sum(LOADS[other][2] for other in names) for name in names}
+    minutes = deadline.left_s / 60
     result: dict[str, Any] = {}
     table: dict[str, dict[str, Any]] = {}
     for cache in (False, True):
@@ -134,11 +137,11 @@ def run(
             continue
         flags = ["--threads", str(threads), *([] if cache else ["--no-prefix-cache"])]
         with our_server(model, *flags) as server:
-            pair = Pair(server, llama, model, threads, cache, secrets.randbits(32))
+            pair = Pair(server, llama, model, threads, cache)
             with contextlib.closing(pair):
                 warm(pair.ours)
                 for name in chosen:
-                    result[name] = one_load(report, pair, name, rounds, args.quick, deadline)
+                    result[name] = one_load(report, pair, name, rounds, args.quick, Deadline(share[name] * minutes))
                     must = None if args.quick else compare.asked_for(model, MUSTS).get(name)
                     table |= rows_of(name, result[name], must)
                 for target in (pair.ours, pair.theirs):
@@ -157,12 +160,18 @@ def one_load(report: Report, pair: Pair, name: str, rounds: int, quick: bool, de
     best, tried = tune(pair, load, settings, "tiny" if quick else "short")
     theirs = pair.start_theirs(SETTINGS[best])
     warm(theirs)
+    seed = secrets.randbits(32)
+    for target in (pair.ours, theirs):
+        target.prompts.reseed(seed)  # the same token ids in the same order
     runs: dict[str, list[Run]] = {"ours": [], "llama.cpp": []}
     done = 0
     while done < rounds and not (done and deadline.passed):
         for side, target in (("ours", pair.ours), ("llama.cpp", theirs))[:: 1 if done % 2 == 0 else -1]:
             target.timeout_s = min(180.0, deadline.left_s + 30)
-            runs[side].append(load(target, "tiny" if quick else "full"))
+            run = load(target, "tiny" if quick else "full")
+            if not run.good:
+                raise EngineError(f"{name}: no request to {side} succeeded: {run.answers[0].error}")
+            runs[side].append(run)
         done += 1
         progress(f"servers, {name}", done / rounds)
     report.say(

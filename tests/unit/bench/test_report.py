@@ -330,6 +330,9 @@ def test_prompts_of_two_runs_share_no_prefix_and_one_seed_gives_the_same() -> No
     assert one == same.prompt(100)
     assert one.split()[0] != other.prompt(100).split()[0]
     assert one.split()[0] != first.prompt(100).split()[0]
+    other.reseed(7)
+    same.reseed(7)
+    assert other.prompt(30) == same.prompt(30)
     shared = first.shared(50, 3, 10)
     assert len({text[:100] for text in shared}) == 1
     assert len(set(shared)) == 3
