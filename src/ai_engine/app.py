@@ -179,7 +179,8 @@ def trace_source(runtime: Runtime) -> TraceSource | None:
         PagesHandle(pages.path, len(pages), runtime.pool.page_tokens) if isinstance(pages, SharedBytes) else None,
         runtime.limits.max_step_tokens,
         os.getpid(),
-        {name: (arena.address, arena.nbytes) for name, arena in runtime.arenas.items()},
+        {name: (arena.address, arena.nbytes) for name, arena in runtime.arenas.items()}
+        | {"workspace": runtime.kernels.workspace_of(runtime.program)},
     )
 
 

@@ -298,7 +298,7 @@ class Metrics(Collector):
         self._c["l7_door_admission_rejections"].add(1, reason)
 
     def _on_memory(self, event: MemorySet) -> None:
-        self._g["l3_model_memory_bytes"].set(event.nbytes, event.category)
+        self._g["l3_model_reserved_bytes"].set(event.nbytes, event.category)
         if event.category == "kv":
             self._g["l3_kv_pool_bytes"].set(event.nbytes)
         elif event.category == "weights":
