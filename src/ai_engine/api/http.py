@@ -89,7 +89,7 @@ class Exchange:
         self.common: list[Header] = []
         self._receive = receive
         self._send = send
-        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort", {}).get("call")
+        self._connection: dict[str, Callable[[], Any]] = scope.get("extensions", {}).get("connection", {})
         self.body_read = False
         self.request_bytes = self.response_bytes = 0  # of the bodies
         self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
@@ -273,15 +273,23 @@ class Exchange:
         self.response_bytes += len(data)
         try:
             async with asyncio.timeout(self.config.write_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                await self._deliver({"type": "http.response.body", "body": data, "more_body": more})
                 self.ended = not more
         except TimeoutError:
-            if self._abort is not None:
-                self._abort()
+            if self._connection:
+                self._connection["abort"]()
             raise ClientDisconnected from None
+
+    async def _deliver(self, message: dict[str, Any]) -> None:
+        """To the server, unless the connection has just been closed and it does not know yet."""
+        if self._connection and self._connection["is_closing"]():
+            raise ClientDisconnected
+        await self._send(message)
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         assert not self.started, "a response starts once"
         self.status = status
         limits = [] if self.quota is None else self.quota.headers()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.common + limits})
+        await self._deliver(
+            {"type": "http.response.start", "status": status, "headers": headers + self.common + limits}
+        )

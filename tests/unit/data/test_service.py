@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -57,6 +58,24 @@ async def test_a_long_text_does_not_hold_up_short_ones(monkeypatch: pytest.Monke
     go_on.set()
     assert len((await late).ids) > 1000
     assert len((await later).ids) > 1000
+    text.close()
+
+
+async def test_a_long_text_is_encoded_at_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On machines whose cores all compute steps, it would take its time slices from them."""
+    text = ModelText(open_model(TINY / "llama-tied").tokenizer())
+    encode = text.tokenizer.encode
+    seen: dict[bool, int] = {}
+
+    def note(source: str, **options: bool) -> Encoded:
+        seen[len(source) >= LONG_CHARS] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return encode(source, **options)
+
+    monkeypatch.setattr(text.tokenizer, "encode", note)
+    for source in ("short", "a" * LONG_CHARS):
+        await text.encode_prompt(source)
+    assert seen[True] == 19
+    assert seen[False] == os.getpriority(os.PRIO_PROCESS, 0), "short texts are somebody's first token"
     text.close()
 
 
