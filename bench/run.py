@@ -18,19 +18,33 @@ from pathlib import Path
 from bench import random_model
 from bench.machine import RESULTS
 
+SCRATCH = RESULTS.parents[1] / "build" / "bench"
+"""Where quick results go, which nobody commits."""
 CLI = [sys.executable, "-m", "ai_engine.cli", "bench"]
 LLAMA = ["compare", "llama.cpp"]
+Q4_0 = ["--requantize", "Q4_0"]
 BIG = "{big}"  # the 1.5-billion-parameter model, written for the run
 
 PARTS: dict[str, list[str]] = {
     "machine": [*CLI, "machine", "--minutes", "1"],
     "kernels": [*CLI, "kernels", "--minutes", "1"],
     "q4_1": [*CLI, *LLAMA, "smollm2", "--minutes", "2.5"],
-    "q4_0": [*CLI, *LLAMA, "smollm2", "--requantize", "Q4_0", "--minutes", "2.5"],
+    "q4_0": [*CLI, *LLAMA, "smollm2", *Q4_0, "--minutes", "2.5"],
     "gemma": [*CLI, *LLAMA, "gemma3-270m", "--minutes", "3"],
     "big": [*CLI, "model", BIG, "--decode-only", "--thread-counts", "1,2", "--steps", "16", "--minutes", "2"],
-    "server-q4_1": [*CLI, *LLAMA, "smollm2", "--what", "server", "--minutes", "6"],
-    "server-q4_0": [*CLI, *LLAMA, "smollm2", "--what", "server", "--requantize", "Q4_0", "--minutes", "6"],
+    "server-q4_1": [*CLI, *LLAMA, "smollm2", "--what", "server", "--minutes", "12"],
+    "server-q4_0": [
+        *CLI,
+        *LLAMA,
+        "smollm2",
+        "--what",
+        "server",
+        "--minutes",
+        "8",
+        *Q4_0,
+        "--workload",
+        "streams,single",
+    ],
     "serve": [*CLI, "serve", "smollm2", "--workload", "S1,S2,S3,S4,S5,S6,S8", "--rounds", "3", "--minutes", "2.5"],
     "footprint": [sys.executable, "-m", "bench.footprint"],
     "speculation": [sys.executable, "-m", "bench.speculation", "--save"],
@@ -42,7 +56,7 @@ OWN_OUTPUT = ("footprint", "speculation")
 def command(name: str, big: Path, llama_bin: str, quick: bool) -> list[str]:
     words = [str(big) if word == BIG else word for word in PARTS[name]]
     if name not in OWN_OUTPUT:
-        words += ["--out", str(RESULTS)]
+        words += ["--out", str(SCRATCH if quick else RESULTS)]
     if "llama.cpp" in words and llama_bin:
         words += ["--llama-bin", llama_bin]
     return [*words, "--quick"] if quick and name != "speculation" else words

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ai_engine.kernels.cpu.lang import Target
     from ai_engine.observe.sampled import Roofline
     from ai_engine.ports.kernels import Call, Kernels
-    from ai_engine.observe.sampled import Roofline
     from ai_engine.ports.model import ModelFile, TokenizerData
     from ai_engine.runtime.plan import EngineOptions
     from ai_engine.serving.service import Service
@@ -181,7 +180,8 @@ def trace_source(runtime: Runtime) -> TraceSource | None:
         PagesHandle(pages.path, len(pages), runtime.pool.page_tokens) if isinstance(pages, SharedBytes) else None,
         runtime.limits.max_step_tokens,
         os.getpid(),
-        {name: (arena.address, arena.nbytes) for name, arena in runtime.arenas.items()},
+        {name: (arena.address, arena.nbytes) for name, arena in runtime.arenas.items()}
+        | {"workspace": runtime.kernels.workspace_of(runtime.program)},
     )
 
 

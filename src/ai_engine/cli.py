@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ai_engine.bench.options import add_bench, run_bench
 from ai_engine.config import EngineConfig, ServeConfig, check_engine, check_serve, fields_of
-from ai_engine.observe.command import add_trace, run_trace
+from ai_engine.observe.command import add_slo, add_trace, run_slo, run_trace
 from ai_engine.ports.errors import AiEngineError, ContextLengthExceeded
 from ai_engine.progress import ProgressBar
 from ai_engine.version import __version__
@@ -139,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_config(graph, EngineConfig, "engine")
 
     add_bench(command("bench", run_bench, "measure the machine, kernels, a model, a server, or beside llama.cpp"))
+    add_slo(command("slo", run_slo, "judge requests by a file of service level objectives"))
     add_trace(command("trace", run_trace, "show where the time of a request went, down to the single op"))
     return parser
 

@@ -12,7 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from ai_engine.ports.errors import ConfigError
+from ai_engine.serving.config import ServingConfig
 
+SERVING = ServingConfig()  # its defaults are the server's
 MAX_THREADS = 1024
 MAX_S = 1_000_000_000  # 30 years: longer times, and infinity, do not survive the way to the worker
 
@@ -41,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[
         Literal["off", "lookup"],
         Meta(description="lookup: guess tokens that the prompt or answer held before; changes speed, not answers"),
-    ] = "lookup"
+    ] = SERVING.speculation
     approximate_head: Annotated[
         bool,
         Meta(
@@ -83,9 +85,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], Meta(description="web origin that browsers may call from; repeatable", extra={"many": True})
     ] = ()
     in_process: Annotated[bool, Meta(description="run gateway and worker in one process")] = False
-    max_queue_requests: Annotated[int, Meta(description="requests that may wait; more are refused with 503")] = 512
-    max_queue_tokens: Annotated[int, Meta(description="prompt and output tokens that may wait")] = 1_000_000
-    step_target_ms: Annotated[float, Meta(description="longest step aimed at; long prompts are cut to fit it")] = 50.0
+    max_queue_requests: Annotated[int, Meta(description="requests that may wait; more are refused with 503")] = (
+        SERVING.max_queue_requests
+    )
+    max_queue_tokens: Annotated[int, Meta(description="prompt and output tokens that may wait")] = (
+        SERVING.max_queue_tokens
+    )
+    step_target_ms: Annotated[float, Meta(description="longest step aimed at; long prompts are cut to fit it")] = (
+        SERVING.step_target_s * 1000
+    )
     request_timeout_s: Annotated[float, Meta(description="a request fails after this long; 0: never")] = 600.0
     max_body_bytes: Annotated[int, Meta(description="largest request body")] = 8 << 20
     drain_s: Annotated[float, Meta(description="on SIGTERM, seconds for running requests to finish")] = 30.0
@@ -95,6 +103,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: Annotated[
         str, Meta(description="send spans to this OpenTelemetry collector (http://HOST:4318, protobuf over HTTP)")
     ] = ""
+    slo: Annotated[
+        str, Meta(description="file of objectives that /metrics judges (see `ai-engine slo check --help`)")
+    ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level logged; info: a line per request")
+    ] = "info"
+    log_format: Annotated[
+        Literal["auto", "json", "text"], Meta(description="of the log on standard error; auto: text on a terminal")
+    ] = "auto"
+    log_tokens: Annotated[
+        tuple[str, ...],
+        Meta(description="name of a key whose tokens are logged one by one; '*': all", extra={"many": True}),
+    ] = ()
     offline: Annotated[bool, Meta(description="never use the network to find the model")] = False
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import socket
@@ -38,11 +39,13 @@ from ai_engine.data.service import ModelText
 from ai_engine.hardware.machine import read_machine
 from ai_engine.observe import probes
 from ai_engine.observe.host import EngineMemory, Host
+from ai_engine.observe.logs import Handler, Log
 from ai_engine.observe.metrics import Metrics
-from ai_engine.observe.pages import PageReader
 from ai_engine.observe.otlp import Exporter
+from ai_engine.observe.pages import PageReader
 from ai_engine.observe.recorder import Fanout
 from ai_engine.observe.sampled import Sampler
+from ai_engine.observe.slo import Monitor, read_slo
 from ai_engine.observe.steps import StepStore
 from ai_engine.observe.traces import Traces
 from ai_engine.ports.clock import SystemClock
@@ -152,7 +155,13 @@ class Gateway:
         self.steps = StepStore(config.trace_memory, app.cost_of)
         self.traces = Traces(self.steps)
         self.pages = PageReader()
-        self.telemetry = Fanout(self.metrics, self.traces)
+        as_json = config.log_format == "json" or (config.log_format == "auto" and not sys.stderr.isatty())
+        self.log = Log(sys.stderr, level=config.log_level, as_json=as_json)
+        self.telemetry = Fanout(self.metrics, self.traces, self.log)
+        if config.slo:
+            monitor = Monitor(read_slo(Path(config.slo)))
+            self.telemetry.sinks.append(monitor)
+            self.metrics.probes.append(monitor)
         self.memory = EngineMemory(self._pages_now)
         self.servers: list[Server] = []
         self.exporter: Exporter | None = None
@@ -194,7 +203,7 @@ class Gateway:
         cores = machine.quota_cores if machine.quota_cores < machine.cores else machine.cores
         host = Host(lambda: {"gateway": os.getpid(), "engine": self.memory.pid or os.getpid()}, cores)
         tracing = functools.partial(probes.tracing, self.traces, self.telemetry, self.exporter)
-        self.metrics.probes += [host, self.memory, tracing, self._probe]
+        self.metrics.probes += [host, self.memory, tracing, self._probe, self.log.probe]
 
     def _probe(self) -> Iterator[tuple[str, float, tuple[str, ...]]]:
         yield "l7_api_http_connections_open", sum(len(s.server_state.connections) for s in self.servers), ()
@@ -221,6 +230,7 @@ class Gateway:
     def _api(self, text: TextService, model: ServedModel, *, only_metrics: bool = False) -> Api:
         config = ApiConfig(
             strict=self.config.strict,
+            log_tokens=self.config.log_tokens,
             max_open_requests=self.config.max_queue_requests + self.engine.max_seqs,
             max_body_bytes=self.config.max_body_bytes,
             request_timeout_s=self.config.request_timeout_s or None,
@@ -263,6 +273,8 @@ class Gateway:
         self.servers = servers
         self._on_signals(servers)
         self._add_probes()
+        handler = Handler(self.log)
+        logging.getLogger().addHandler(handler)
         self.steps.start()
         lag = asyncio.create_task(self._watch_lag())
         listener, watch = listeners[0], asyncio.create_task(self._watch_keys())
@@ -284,6 +296,8 @@ class Gateway:
             for listener in listeners:
                 listener.close()
             self.steps.stop()
+            logging.getLogger().removeHandler(handler)
+            await asyncio.to_thread(self.log.close)
             if self.exporter is not None:
                 await asyncio.to_thread(self.exporter.close)
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
@@ -427,6 +441,8 @@ class Gateway:
             route = "completions"
             body |= {"prompt": "The capital of France is", "max_tokens": 8}
         say(app.memory_line(memory, limits))
+        if self.engine.approximate_head:
+            say("approximate: greedy and top_k <= 32 look at half of the output head's bits first (--approximate-head)")
         say(f"traces: the last {app.format_bytes(self.config.trace_memory)} of steps and requests are kept")
         if self.keys.open:
             say("no key is set: anyone on this machine may send requests")

@@ -7,6 +7,9 @@ with LLM("smollm2") as llm:
         print(done.text)
     for piece in llm.stream_chat([{"role": "user", "content": "Hello"}]):
         print(piece, end="")
+
+Options are the HTTP API's fields (docs/api.md), passed through the same checks: what is wrong with one is an error of
+ports/errors.py that names it. ``logprobs`` is a number here, for text and chat alike.
 """
 
 from __future__ import annotations
@@ -16,37 +19,62 @@ import itertools
 import queue
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
+from ai_engine.api.constraints import with_form
+from ai_engine.api.generation import Generation, Piece, Prompt, join_calls
+from ai_engine.api.openai_types import (
+    Ask,
+    ServedModel,
+    chat_ask,
+    chat_fields,
+    completion_ask,
+    completion_fields,
+    room_for,
+)
+from ai_engine.api.rest import collect, encode_source, must_call, with_seed
 from ai_engine.config import EngineConfig, ServeConfig, check_engine
-from ai_engine.ports.errors import EngineError, InvalidValue, error_from_code
+from ai_engine.contracts.fields import ByType, Check, Checking, Integer, ListOf, Record, Text, Unsupported, Unused
+from ai_engine.ports.errors import EngineError, InvalidValue
 from ai_engine.ports.progress import Progress
-from ai_engine.ports.sampling import MAX_LOGPROBS, SamplingParams
-from ai_engine.ports.serving import Chunk, GenerateRequest, TokenLogprob, Usage
+from ai_engine.ports.sampling import MAX_LOGPROBS
+from ai_engine.ports.serving import GenerateRequest, TokenLogprob, Usage
+from ai_engine.ports.text import ToolDelta
+from ai_engine.ports.trace import Parts
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
+Source = str | Sequence[int]
+
+
+PromptLogprobs = list[TokenLogprob | None]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished answer. ``finish_reason`` is stop or length; ``tokens`` end with the last one that usage counts."""
+    """One finished answer. ``finish_reason`` is stop, length or tool_calls; ``tokens`` end with the last one that usage
+    counts, and ``logprobs`` has one entry for each; ``prompt_logprobs`` one for each token of the prompt, None for the
+    first. ``warnings`` say what was asked for and not done."""
 
     text: str
     tokens: list[int]
     finish_reason: str
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    reasoning: str = ""
+    calls: list[ToolDelta] = []
+    warnings: list[str] = []
     usage: Usage
 
 
 class LLM:
     """A model loaded in this process. Thread-safe; requests from several threads share the batch.
 
-    ``options`` are fields of EngineConfig (``threads=2``, ``kv_memory=1 << 30`` ...). Sampling options of the methods
-    are fields of SamplingParams; what is not given comes from the model's own generation config.
+    ``options`` are fields of EngineConfig (``threads=2``, ``kv_memory=1 << 30`` ...). Options of the methods are the
+    API's fields; what is not given comes from the model's own generation config.
     """
 
     def __init__(
@@ -75,41 +103,35 @@ class LLM:
         except BaseException:
             self._stop_loop()
             raise
+        limits = self._stack.limits
+        self._model = ServedModel(
+            id=model, max_context=limits.max_context, vocab_size=limits.vocab_size, defaults=self._stack.defaults
+        )
+        self._text_fields = _text_fields(limits.vocab_size)
+        self._chat_fields = _chat_fields(limits.vocab_size)
 
     @property
     def max_context(self) -> int:
         """Tokens one request may hold, prompt and answer together."""
         return self._stack.limits.max_context
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, stop: str | Sequence[str] = (), **sampling: Any
-    ) -> list[Completion]:
-        """Answer all prompts (texts or token ids) in one batch; answers in the order of the prompts."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many = [cast(Prompt, prompts)] if one else list(cast(Sequence[Prompt], prompts))
-        return self._call(self._generate_all(many, stop, sampling))
+    def generate(self, prompts: Source | Sequence[Source], **options: Any) -> list[Completion]:
+        """Answer all prompts (texts or token ids) in one batch; answers in the order of the prompts, ``n`` for each."""
+        if isinstance(prompts, Sequence) and not prompts and not isinstance(prompts, str):
+            return []
+        return self._call(self._complete(self._ask_text(prompts, options)))
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **sampling: Any
-    ) -> Completion:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
         """Answer a conversation of ``{"role", "content"}`` messages through the model's chat template."""
-        return self._call(self._chat(messages, stop, sampling))
+        return self._call(self._complete(self._ask_chat(messages, options)))[0]
 
-    def stream(self, prompt: Prompt, *, stop: str | Sequence[str] = (), **sampling: Any) -> Iterator[str]:
+    def stream(self, prompt: Source, **options: Any) -> Iterator[str]:
         """The answer's text, piece by piece. Closing the iterator cancels the request."""
-        return self._iterate(lambda: self._text(prompt, stop, sampling))
+        return self._iterate(lambda: self._pieces(self._ask_text(prompt, options)))
 
-    def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **sampling: Any
-    ) -> Iterator[str]:
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[str]:
         """As `stream`, for a conversation."""
-
-        async def pieces() -> AsyncIterator[str]:
-            encoded = await self._stack.text.encode_chat(messages)
-            async for piece in self._text(encoded.ids, stop, sampling, chat=True):
-                yield piece
-
-        return self._iterate(pieces)
+        return self._iterate(lambda: self._pieces(self._ask_chat(messages, options)))
 
     def close(self) -> None:
         """Stop what runs and give all memory back. Safe to call twice."""
@@ -126,82 +148,57 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _generate_all(
-        self, prompts: list[Prompt], stop: str | Sequence[str], sampling: dict[str, Any]
-    ) -> list[Completion]:
-        return list(await asyncio.gather(*(self._complete(prompt, stop, sampling) for prompt in prompts)))
+    def _ask_text(self, prompts: Any, options: dict[str, Any]) -> Ask:
+        got, at = _checked(self._text_fields, {"prompt": prompts, **options})
+        return completion_ask(got | {"return_token_ids": True}, self._model, at)
 
-    async def _chat(
-        self, messages: Sequence[Mapping[str, Any]], stop: str | Sequence[str], sampling: dict[str, Any]
-    ) -> Completion:
-        encoded = await self._stack.text.encode_chat(messages)
-        return await self._complete(encoded.ids, stop, sampling, chat=True)
+    def _ask_chat(self, messages: Any, options: dict[str, Any]) -> Ask:
+        got, at = _checked(self._chat_fields, {"messages": messages, **options})
+        if "logprobs" in got:
+            got |= {"logprobs": True, "top_logprobs": got["logprobs"]}
+        return chat_ask(got | {"return_token_ids": True}, self._model, at)
 
-    async def _complete(
-        self, prompt: Prompt, stop: str | Sequence[str], sampling: dict[str, Any], chat: bool = False
-    ) -> Completion:
-        text, answer = "", _Answer()
-        async for piece in self._text(prompt, stop, sampling, chat=chat, answer=answer):
-            text += piece
-        assert answer.usage is not None
-        return Completion(
-            text=text,
-            tokens=answer.tokens,
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
-            logprobs=answer.logprobs or None,
-            usage=answer.usage,
-        )
+    async def _complete(self, ask: Ask) -> list[Completion]:
+        generation = await self._generation(ask)
+        try:
+            await generation.start()
+            pieces = await collect(generation)
+            await generation.settle()
+        finally:
+            await generation.close()
+        return [_completion(piece, generation.prompts[piece.index // ask.n], ask) for piece in pieces]
 
-    async def _text(
-        self,
-        prompt: Prompt,
-        stop: str | Sequence[str],
-        sampling: dict[str, Any],
-        chat: bool = False,
-        answer: _Answer | None = None,
-    ) -> AsyncIterator[str]:
-        """The pieces of one answer; ``answer`` collects everything else."""
-        answer = answer or _Answer()
-        ids = (await self._stack.text.encode_prompt(prompt)).ids if isinstance(prompt, str) else list(prompt)
-        params = self._params(sampling, len(ids), chat)
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if not all(stops):
-            raise InvalidValue("stop holds an empty string, which is everywhere; leave it out", param="stop")
-        output = self._stack.text.open_output(stops=stops)
-        request = GenerateRequest(
-            request_id=f"llm-{next(self._ids)}", trace_id=secrets.token_hex(16), prompt=ids, params=params
-        )
-        stream = await self._stack.serving.submit(request)
-        async for chunk in stream:
-            _raise_if_failed(chunk)
-            delta = output.push(chunk.tokens)
-            answer.take(chunk)
-            if delta.text:
-                yield delta.text
-            if delta.stop is not None:
-                answer.stopped_at(delta.stop, output.num_tokens, len(ids))
-                await self._stack.serving.cancel(request.request_id, stopped=True)
-                return
-        rest = output.finish()
-        if rest.text:
-            yield rest.text
+    async def _pieces(self, ask: Ask) -> AsyncIterator[str]:
+        """The text of one answer, piece by piece."""
+        generation = await self._generation(ask)
+        try:
+            await generation.start()
+            while (pieces := await generation.next()) is not None:
+                for piece in pieces:
+                    if piece.text:
+                        yield piece.text
+        finally:
+            await generation.close()
 
-    def _params(self, sampling: dict[str, Any], prompt_tokens: int, chat: bool) -> SamplingParams:
-        known = set(SamplingParams.__struct_fields__)
-        unknown = sorted(set(sampling) - known)
-        if unknown:
-            raise InvalidValue(
-                f"unknown sampling option {unknown[0]!r}; use {', '.join(sorted(known))}", param=unknown[0]
+    async def _generation(self, ask: Ask) -> Generation:
+        """Every prompt as tokens, with room for what it asks."""
+        parts = Parts(time.monotonic)
+        prompts: list[Prompt] = []
+        for source in [""] if ask.prompts is None else ask.prompts:
+            encoded = await encode_source(self._stack.text, ask, source)
+            sampling = with_seed(ask, secrets.token_bytes).sampling  # without one, each prompt draws its own
+            room = room_for(ask, len(encoded.ids), self._model)
+            request = GenerateRequest(
+                request_id=f"llm-{next(self._ids)}",
+                trace_id=secrets.token_hex(16),
+                prompt=encoded.ids,
+                params=msgspec.structs.replace(sampling, max_tokens=max(1, room)),
+                n=ask.n,
+                priority=ask.priority,
+                constraint=with_form(ask.constraint, encoded.form, must_call=must_call(ask)),
             )
-        values: dict[str, Any] = {**self._stack.defaults, **sampling}
-        if values.get("seed") is None:
-            values["seed"] = secrets.randbits(63)
-        room = self._stack.limits.max_context - prompt_tokens
-        values.setdefault("max_tokens", max(1, room if chat else min(SamplingParams().max_tokens, room)))
-        params = SamplingParams(**values)
-        _check_ranges(params)
-        return params
+            prompts.append(Prompt(request, form=encoded.form))
+        return Generation(ask, prompts, self._stack.serving, self._stack.text, parts)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it in the loop's thread and wait for it."""
@@ -248,52 +245,78 @@ class LLM:
         self._loop.close()
 
 
-class _Answer:
-    """What one answer consists of besides its text."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish_reason = "stop"
-        self.stop_reason: str | int | None = None
-        self.usage: Usage | None = None
-
-    def take(self, chunk: Chunk) -> None:
-        self.tokens += chunk.tokens
-        self.logprobs += chunk.logprobs or []
-        if chunk.finish is not None:
-            self.finish_reason, self.stop_reason, self.usage = chunk.finish, chunk.stop_token, chunk.usage
-
-    def stopped_at(self, stop: str, num_used: int, prompt_tokens: int) -> None:
-        del self.tokens[num_used:], self.logprobs[num_used:]
-        self.finish_reason, self.stop_reason = "stop", stop
-        self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=num_used)
+def _completion(piece: Piece, prompt: Prompt, ask: Ask) -> Completion:
+    assert piece.finish is not None
+    scores: PromptLogprobs | None = [None, *prompt.logprobs] if ask.show_prompt_logprobs else None
+    return Completion(
+        text=piece.text,
+        tokens=piece.tokens,
+        finish_reason=piece.finish,
+        stop_reason=piece.stop_reason,
+        logprobs=piece.logprobs or None,
+        prompt_logprobs=scores,
+        reasoning=piece.reasoning,
+        calls=join_calls(piece.calls),
+        warnings=[*ask.warnings, *prompt.form.warnings],
+        usage=Usage(len(prompt.request.prompt), piece.num_tokens, prompt.cached_tokens),
+    )
 
 
-def _raise_if_failed(chunk: Chunk) -> None:
-    if chunk.finish in ("failed", "cancelled"):
-        raise error_from_code(
-            chunk.error_code or EngineError.code, chunk.error_message or "the request did not complete"
-        )
+# --- options: the API's fields, but for those that only make sense in a request or an answer of HTTP ---
+
+_NOT_HERE = frozenset(
+    ("model", "stream", "stream_options", "echo", "return_token_ids", "return_sampling_params", "top_logprobs")
+)
 
 
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "top_k": (0, 1 << 30),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "max_tokens": (0, 1 << 30),
-    "min_tokens": (0, 1 << 30),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
+def _here(fields: Mapping[str, Check]) -> dict[str, Check]:
+    return {
+        name: check
+        for name, check in fields.items()
+        if name not in _NOT_HERE and not isinstance(check, Unused | Unsupported)
+    }
 
 
-def _check_ranges(params: SamplingParams) -> None:
-    for name, (low, high) in RANGES.items():
-        value = getattr(params, name)
-        if value is not None and not low <= value <= high:
-            raise InvalidValue(f"{name} is {value}; expected {low:g} to {high:g}", param=name)
+class _Prompts:
+    """A text or token ids, or an array of these -> a list of them."""
+
+    expected = "a text, token ids, or an array of these"
+
+    def __init__(self, vocab_size: int) -> None:
+        self._one = ByType({str: Text(), list: ListOf(Integer(0, vocab_size - 1), 1)})
+        self._many = ListOf(self._one, 1)
+
+    def check(self, value: Any, at: Checking) -> list[Any]:
+        is_many = type(value) is list and bool(value) and type(value[0]) in (str, list)
+        return self._many.check(value, at) if is_many else [self._one.check(value, at)]
+
+
+def _text_fields(vocab_size: int) -> Record:
+    fields = _here(completion_fields(vocab_size).fields)
+    return Record(
+        {**fields, "prompt": _Prompts(vocab_size), "logprobs": Integer(0, MAX_LOGPROBS)}, frozenset({"prompt"})
+    )
+
+
+def _chat_fields(vocab_size: int) -> Record:
+    fields = _here(chat_fields(vocab_size).fields)
+    return Record({**fields, "logprobs": Integer(0, MAX_LOGPROBS)}, frozenset({"messages"}))
+
+
+def _checked(fields: Record, options: dict[str, Any]) -> tuple[dict[str, Any], Checking]:
+    """The options, checked as a request's fields are. Raises InvalidRequest."""
+    unknown = sorted(options.keys() - fields.fields.keys())
+    if unknown:
+        known = ", ".join(sorted(fields.fields.keys() - fields.required))
+        raise InvalidValue(f"unknown option {unknown[0]!r}; use {known}", param=unknown[0])
+    at = Checking()
+    return fields.check(_plain(options), at), at
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: tuples are arrays, keys strings."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value] if not all(type(item) is int for item in value) else list(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value

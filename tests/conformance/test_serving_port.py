@@ -418,6 +418,28 @@ async def test_a_stuck_step_is_not_ready(placement: str, tmp_path: Path) -> None
         assert (await b.serving.health()).ready
 
 
+async def test_a_step_that_does_not_end_is_told_and_fails_only_its_requests(
+    placement: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(placement, tmp_path, stall_s=0.05, fail_stuck_s=0.2, max_running=1) as b:
+        b.gate.close()
+        stuck, waiting = b.request([11, 12, 13], n=2), b.request(max_tokens=5)
+        stuck_task = asyncio.create_task(read(b.serving, stuck))
+        await b.gate.wait_entered()
+        waiting_task = asyncio.create_task(read(b.serving, waiting))
+        ends = terminals(await asyncio.wait_for(stuck_task, 10))
+        assert {index: end.error_code for index, end in ends.items()} == {0: "engine_error", 1: "engine_error"}
+        assert "has not ended" in (ends[0].error_message or "")
+        assert not waiting_task.done(), "it runs in no step"
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "ai_engine.serving.watchdog"]
+        assert f"of {stuck.request_id}: 3 tokens after 0" in told, "the batch"
+        assert "thread step-loop" in told, "the stacks"
+        assert "nobody opened the gate" in told, "down to the line that waits"
+        b.gate.open()
+        assert tokens_of(await waiting_task) == b.expected(waiting)
+        await b.settled()
+
+
 async def test_a_slow_reader_costs_only_itself(placement: str, tmp_path: Path) -> None:
     async with bench(placement, tmp_path) as b:
         slow, fast = (b.request(p, max_tokens=200, ignore_eos=True, logprobs=1) for p in ([1, 2], [3, 4]))

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-COMMANDS = ("serve", "generate", "chat", "models", "inspect", "graph")
+COMMANDS = ("serve", "generate", "chat", "models", "inspect", "graph", "bench")
 
 
 def run(*args: str, text: str | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -61,13 +61,15 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", [*((name,) for name in COMMANDS), ("models", "list"), ("models", "pull")])
+@pytest.mark.parametrize(
+    "command", [*((name,) for name in COMMANDS), ("models", "list"), ("models", "pull"), ("bench", "serve")]
+)
 def test_help_of_every_command(command: tuple[str, ...]) -> None:
     done = run(*command, "--help")
     assert done.returncode == 0
     assert done.stderr == ""
     assert f"usage: ai-engine {' '.join(command)}" in done.stdout
-    assert "default" in done.stdout or command[0] == "models"
+    assert "default" in done.stdout or command[0] == "models" or command == ("bench",)
 
 
 def test_wrong_usage() -> None:

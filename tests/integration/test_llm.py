@@ -128,7 +128,7 @@ def test_closing_a_stream_early_cancels(llm: LLM) -> None:
 def test_errors(llm: LLM) -> None:
     with pytest.raises(InvalidValue, match="temprature"):
         llm.generate(PROMPT, temprature=0)
-    with pytest.raises(InvalidValue, match="temperature is -1"):
+    with pytest.raises(InvalidValue, match="temperature: found -1"):
         llm.generate(PROMPT, temperature=-1)
     with pytest.raises(InvalidRequest, match="top_p"):
         list(llm.stream(PROMPT, top_p=1.5))
@@ -138,11 +138,11 @@ def test_errors(llm: LLM) -> None:
         llm.generate([5] * 5000)
     with pytest.raises(InvalidValue, match="301"):
         llm.generate([5, 301], max_tokens=1)
-    with pytest.raises(InvalidValue, match="logit_bias names token id 301"):
+    with pytest.raises(InvalidValue, match=r"logit_bias\.301: .* token id from 0 to 300"):
         llm.generate(PROMPT, max_tokens=1, logit_bias={301: 1.0})
-    with pytest.raises(InvalidValue, match="stop_token_ids names token id -1"):
+    with pytest.raises(InvalidValue, match=r"stop_token_ids\[0\]: found -1, expected an integer from 0 to 300"):
         llm.generate(PROMPT, max_tokens=1, stop_token_ids=(-1,))
-    with pytest.raises(InvalidValue, match="empty"):
+    with pytest.raises(InvalidValue, match="stop: found a string of 0 characters"):
         llm.generate(PROMPT, max_tokens=1, stop="")
     with pytest.raises(InvalidValue, match="prompt"):
         llm.generate([[]], max_tokens=1)
@@ -152,6 +152,55 @@ def test_errors(llm: LLM) -> None:
         llm.chat([{"role": "nobody", "content": 3}], max_tokens=1)
     wait_until_idle(llm)
     assert llm.generate(PROMPT, max_tokens=2, **GREEDY), "it goes on"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": "1"}, "temperature: found the string '1', expected a number"),
+        ({"temperature": None, "top_k": 1.5}, "top_k: found 1.5, expected an integer"),
+        ({"max_tokens": True}, "max_tokens: found true"),
+        ({"stop": 3}, "stop: found 3"),
+        ({"stop": [b"x"]}, r"stop\[0\]: found a bytes"),
+        ({"seed": object()}, "seed: found a object"),
+        ({"logit_bias": [1]}, "logit_bias: found an array"),
+        ({"ignore_eos": 1}, "ignore_eos: found 1, expected true or false"),
+        ({"logprobs": 21}, "logprobs: found 21, expected an integer from 0 to 20"),
+        ({"stream": True}, "unknown option 'stream'"),
+    ],
+    ids=str,
+)
+def test_wrong_types_are_errors_of_ours(llm: LLM, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(PROMPT, **options)
+    with pytest.raises(InvalidRequest, match=words):
+        list(llm.stream_chat([{"role": "user", "content": "x"}], **options))
+
+
+@pytest.mark.parametrize("prompt", [5, None, [1.5], ["a", 3], [[1], None], b"bytes", [[]], {"a": 1}], ids=repr)
+def test_prompts_that_are_none(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate(prompt, max_tokens=1)
+
+
+def test_the_api_s_extras(llm: LLM) -> None:
+    fields: dict[str, Any] = {"max_tokens": 12, **GREEDY}
+    [plain] = llm.generate(PROMPT, **fields)
+    [scored] = llm.generate(PROMPT, prompt_logprobs=2, **fields)
+    assert scored.prompt_logprobs is not None
+    assert [entry and entry.token for entry in scored.prompt_logprobs] == [None, *PROMPT[1:]]
+    assert all(entry is None or len(entry.top) == 2 for entry in scored.prompt_logprobs)
+    assert (scored.tokens, plain.prompt_logprobs) == (plain.tokens, None)
+    [only] = llm.generate(PROMPT, max_tokens=0, prompt_logprobs=2)
+    assert (only.prompt_logprobs, only.tokens, only.text) == (scored.prompt_logprobs, [], "")
+    [ended] = llm.generate(PROMPT, stop_token_ids=(plain.tokens[3],), **fields)
+    assert (ended.tokens[-1], ended.finish_reason, ended.stop_reason) == (plain.tokens[3], "stop", plain.tokens[3])
+    [late] = llm.generate(PROMPT, stop_token_ids=(plain.tokens[3],), min_tokens=12, **fields)
+    assert plain.tokens[3] not in late.tokens
+    stop = plain.text[2:4]
+    [kept] = llm.generate(PROMPT, stop=stop, include_stop_str_in_output=True, **fields)
+    assert kept.text == plain.text[: plain.text.index(stop) + len(stop)]
+    assert len(llm.generate([PROMPT, PROMPT[:3]], n=2, **fields)) == 4
 
 
 def test_errors_at_the_start(tiny_model: Path, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ async def test_300_requests_beyond_the_bound(tiny_model: Path, prompt: str) -> N
         "--kv-memory",
         "64M",
         "--trace-memory",
-        "0",
+        "1M",
     )
     with serving(tiny_model, *args) as server:
         url = server.url
@@ -189,3 +189,4 @@ async def test_300_requests_beyond_the_bound(tiny_model: Path, prompt: str) -> N
         assert min(fast) >= 297, fast
         for exchange in inside:
             exchange.abort()
+        await load(0, 0)

@@ -114,6 +114,7 @@ class Api:
         self._crowd = Crowd(config.max_open_requests, self._clock, config.retry_after_s)
         self._telemetry = telemetry
         self._door = rest.Door(serving, text, model, self._clock, metrics, entropy)
+        self._door.emit = telemetry.emit
         if traces is not None:
             self._door.traces = traces
         if pages is not None:
@@ -145,7 +146,8 @@ class Api:
         try:
             await self._dispatch(exchange, route, handlers)
         except ClientDisconnected:
-            exchange.status = _GONE
+            if not exchange.ended:
+                exchange.status = _GONE
         except AiEngineError as error:
             await self._error(exchange, route, error)
         except Exception:  # the last line of defence: a response in shape, and the cause in the log
@@ -170,7 +172,7 @@ class Api:
                 checked=exchange.body_read,
             )
         )
-        if exchange.requests:
+        if exchange.requests or (exchange.status >= 400 and route not in OPEN_ROUTES):
             self._telemetry.emit(self._traced(exchange, route, started_s, ended_s))
 
     def _traced(self, exchange: Exchange, route: str, started_s: float, ended_s: float) -> RequestTraced:

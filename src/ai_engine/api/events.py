@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ai_engine.api.generation import Generation, Piece
-from ai_engine.api.http import Exchange
+from ai_engine.api.http import ClientDisconnected, Exchange
 from ai_engine.api.replies import Answer, encode
 from ai_engine.ports.errors import AiEngineError
 from ai_engine.ports.serving import Usage
@@ -76,6 +76,8 @@ async def _stream(exchange: Exchange, answer: Answer, generation: Generation, vo
         events += voice.end(await generation.settle())
     except AiEngineError as error:
         events += voice.fail(error)
+    except ClientDisconnected:  # nobody reads what could be said
+        raise
     except Exception:  # the status is out: the stream itself must say that it broke
         logger.exception("stream %s failed, trace %s", answer.id, exchange.trace_id)
         events += voice.fail(AiEngineError("internal error while streaming; see the server's log"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import msgspec
 
@@ -41,6 +41,7 @@ class Piece(msgspec.Struct):
     stop_reason: str | int | None = None
     num_tokens: int = 0  # of the choice so far
     tokens: list[int] = []  # those that usage counts, kept only if they were asked for
+    logprobs: list[TokenLogprob] = []  # one for each of them, if those were asked for too
     reasoning: str = ""
     calls: list[ToolDelta] = []  # deltas, not joined
 
@@ -149,7 +150,9 @@ class _Choice:
         counted = self.num_tokens
         stop = None if self._scores_only else self._push(chunk, piece)
         if self._ask.show_tokens:
-            piece.tokens = piece.tokens + chunk.tokens[: self.num_tokens - counted]
+            used = self.num_tokens - counted
+            piece.tokens = piece.tokens + chunk.tokens[:used]
+            piece.logprobs = piece.logprobs + (chunk.logprobs or [])[:used]
         if stop is not None:
             self.matched_stop = bool(stop)
             self.finish, piece.stop_reason = self._stopped(), stop or None
@@ -236,6 +239,9 @@ class Generation:
     def __init__(self, ask: Ask, prompts: list[Prompt], serving: Serving, text: TextService, parts: Parts) -> None:
         self.ask = ask
         self._parts = parts
+        self._arrived_s = 0.0
+        self.max_gap_s = 0.0  # the longest wait between two arrivals
+        self.on_chunk: Callable[[Chunk], None] = lambda chunk: None
         self.prompts = prompts
         self._serving = serving
         self._mailbox = _Mailbox()
@@ -294,11 +300,15 @@ class Generation:
         while not pieces and self._failure is None:  # chunks of a choice that a stop string ended make no piece
             self._parts.enter("decode" if self._has_said else "first_token")
             arrived = await self._mailbox.take(quiet_s)
-            self._parts.enter("detokenise")
+            now = self._parts.enter("detokenise")
+            if arrived and self._has_said:
+                self.max_gap_s = max(self.max_gap_s, now - self._arrived_s)
+            self._arrived_s = now if arrived else self._arrived_s
             if not arrived:
                 return []
             for prompt, item in arrived:
                 if isinstance(item, Chunk):
+                    self.on_chunk(item)
                     await self._take(prompt, item, pieces)
                 elif any(choice.finish is None for choice in self._of(prompt)):
                     self._failure = self._failure or item
@@ -339,6 +349,11 @@ class Generation:
     def finishes(self) -> list[str]:
         """How each choice ended, as far as it is known."""
         return [choice.finish or (choice.failure.code if choice.failure else "") for choice in self._choices]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a choice ended in an error."""
+        return self._failure is not None or any(choice.failure is not None for choice in self._choices)
 
     @property
     def num_stopped(self) -> int:

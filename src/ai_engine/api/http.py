@@ -43,6 +43,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float | None  # from arrival at serving; None: no limit
     cors_origins: tuple[str, ...]  # exact origins, or "*"; none means no CORS headers at all
     max_open_requests: int = 0  # generations inside at once; 0: no bound
+    log_tokens: tuple[str, ...] = ()  # names of keys whose tokens are logged one by one; "*": all
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is gone
     health_timeout_s: float = 1.0
@@ -84,10 +85,11 @@ class Exchange:
         self.quota: Pass | None = None
         self.params: dict[str, str] = {}
         self.status = 0
+        self.ended = False  # the whole response is out
         self.common: list[Header] = []
         self._receive = receive
         self._send = send
-        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get("abort", {}).get("call")
+        self._connection: dict[str, Callable[[], Any]] = scope.get("extensions", {}).get("connection", {})
         self.body_read = False
         self.request_bytes = self.response_bytes = 0  # of the bodies
         self.request_id = self._inbound_id() or f"req-{entropy(12).hex()}"
@@ -123,6 +125,12 @@ class Exchange:
                 f"x-request-timeout: found {found[:40]!r}, expected seconds, more than 0.", param="x-request-timeout"
             )
         return wanted if limit is None else min(wanted, limit)
+
+    @property
+    def logs_tokens(self) -> bool:
+        """Whether this request's tokens are logged one by one: its client or the operator asks for it."""
+        asked = self.header(b"x-ai-log-tokens").lower() in ("1", "true", "yes")
+        return asked or self.key.name in self.config.log_tokens or "*" in self.config.log_tokens
 
     def _inbound_id(self) -> str:
         found = self.header(b"x-request-id")
@@ -265,14 +273,23 @@ class Exchange:
         self.response_bytes += len(data)
         try:
             async with asyncio.timeout(self.config.write_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                await self._deliver({"type": "http.response.body", "body": data, "more_body": more})
+                self.ended = not more
         except TimeoutError:
-            if self._abort is not None:
-                self._abort()
+            if self._connection:
+                self._connection["abort"]()
             raise ClientDisconnected from None
+
+    async def _deliver(self, message: dict[str, Any]) -> None:
+        """To the server, unless the connection has just been closed and it does not know yet."""
+        if self._connection and self._connection["is_closing"]():
+            raise ClientDisconnected
+        await self._send(message)
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         assert not self.started, "a response starts once"
         self.status = status
         limits = [] if self.quota is None else self.quota.headers()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.common + limits})
+        await self._deliver(
+            {"type": "http.response.start", "status": status, "headers": headers + self.common + limits}
+        )

@@ -281,5 +281,5 @@ async def _write(exchange: Exchange, answer: Answer, generation: Generation, tex
 async def count_tokens(door: rest.Door, exchange: Exchange) -> None:
     """POST /v1/messages/count_tokens: what the same body would use as its prompt"""
     ask = rest.as_allowed(await _read(door, exchange), exchange, door.model)
-    encoded = await exchange.unless_disconnected(rest.encode_messages(door, ask))
+    encoded = await exchange.unless_disconnected(rest.encode_source(door.text, ask))
     await exchange.reply(200, encode({"input_tokens": len(encoded.ids)}))

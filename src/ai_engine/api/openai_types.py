@@ -369,7 +369,11 @@ def chat_ask(got: dict[str, Any], model: ServedModel, at: Checking, **rest: Any)
 def read_completion(body: Any, fields: Record, model: ServedModel, *, strict: bool) -> Ask:
     """A text completion request, checked. Raises InvalidRequest or ModelNotFound."""
     at = Checking(strict=strict)
-    got = fields.check(body, at)
+    return completion_ask(fields.check(body, at), model, at)
+
+
+def completion_ask(got: dict[str, Any], model: ServedModel, at: Checking) -> Ask:
+    """What checked fields of a text completion ask. Raises InvalidRequest or ModelNotFound."""
     echo = got.get("echo", False)
     suffix = got.get("suffix", "")
     if suffix and (echo or not isinstance(got["prompt"][0], str)):

@@ -13,7 +13,7 @@ import resource
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
@@ -52,6 +52,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._cycles: list[RequestResponseCycle] = []  # requests that came on it; more than one when they are pipelined
         if len(self.connections) > self.max_connections:
             self._refuse(
                 503, f"There are {self.max_connections} connections, the most that are taken. Try again later."
@@ -61,17 +62,35 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._tell_all()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         if not self._in_head:  # a further request on this connection
             self._start_head()
         super().on_message_begin()
-        self.scope["extensions"] = {"abort": {"call": self.transport.abort}}  # http.py: a client that does not read
+        # for http.py: a client that does not read, or has just left
+        self.scope["extensions"] = {"connection": {"abort": self.transport.abort, "is_closing": self._is_closing}}
 
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+
+    def _is_closing(self) -> bool:
+        """Whether nobody listens any more, which the requests are told later: uvloop says so in its next round."""
+        closing = self.transport.is_closing()
+        if closing:
+            self._tell_all()
+        return closing
+
+    def _tell_all(self) -> None:
+        """Every request on this connection hears that its client has gone; uvicorn tells the last one only."""
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -99,6 +118,12 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(408, f"The request's headers did not end within {HEAD_TIMEOUT_S:g} s.")
 
     def _refuse(self, status: int, message: str) -> None:
+        """An answer and the end of the connection; only the end while an earlier request on it is being answered, whose
+        answer this would be taken for. That one's client has left then: it sent what nobody can read."""
+        if any(not cycle.response_complete for cycle in self._cycles):
+            self._tell_all()
+            self.transport.close()
+            return
         kind = "server_error" if status == 503 else "invalid_request_error"
         error: dict[str, Any] = {"message": message, "type": kind, "param": None}
         body = msgspec.json.encode({"error": error | {"code": CODES.get(status, "invalid_http")}})

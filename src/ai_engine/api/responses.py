@@ -351,5 +351,7 @@ def echoed(got: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
 async def input_tokens(door: rest.Door, exchange: Exchange) -> None:
     """POST /v1/responses/input_tokens: what the same body would use as its prompt"""
     ask, _ = await _read(door, exchange)
-    encoded = await exchange.unless_disconnected(rest.encode_messages(door, rest.as_allowed(ask, exchange, door.model)))
+    encoded = await exchange.unless_disconnected(
+        rest.encode_source(door.text, rest.as_allowed(ask, exchange, door.model))
+    )
     await exchange.reply(200, encode({"object": "response.input_tokens", "input_tokens": len(encoded.ids)}))

@@ -6,6 +6,7 @@ Owns the order of work in a request. Does not own fields (openai_types.py), shap
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +30,12 @@ from ai_engine.api.openai_types import (
 )
 from ai_engine.api.replies import Answer, encode, model_reply, whole_answer
 from ai_engine.api.stream import stream_answer
-from ai_engine.api.traces import NoTraces, describe, describe_end
+from ai_engine.api.traces import NoTraces, describe, describe_end, log_tokens
 from ai_engine.contracts.fields import Record
 from ai_engine.ports.clock import Clock
 from ai_engine.ports.errors import NotReady, ShuttingDown, UnsupportedParameter
 from ai_engine.ports.serving import GenerateRequest, Health, Serving
+from ai_engine.ports.telemetry import Event
 from ai_engine.ports.text import ANY_CALL, Encoded, ReplyForm, TextService, ToolChoice
 from ai_engine.ports.trace import PagesReader, TraceReader
 
@@ -52,6 +54,7 @@ class Door:
     entropy: Callable[[int], bytes]
     traces: TraceReader = field(default_factory=NoTraces)
     pages: PagesReader = field(default_factory=NoPages)
+    emit: Callable[[Event], None] = lambda event: None
     draining: bool = False
     chat: Record = field(init=False)
     completion: Record = field(init=False)
@@ -94,11 +97,13 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
     """Encode, submit, have the answer written; cancel what nobody waits for."""
     answer_id = f"{prefix}{door.entropy(12).hex()}"
     created = int(door.clock.wall_s())
-    ask = _with_seed(door, as_allowed(ask, exchange, door.model))
+    ask = with_seed(as_allowed(ask, exchange, door.model), door.entropy)
     prompts = await _prompts(door, exchange, ask, answer_id)
     ask = _warned(ask, exchange, prompts[0].form)
     generation = Generation(ask, prompts, door.serving, door.text, exchange.parts)
     describe(exchange, ask, prompts, answer_id)
+    if exchange.logs_tokens:
+        generation.on_chunk = functools.partial(log_tokens, door.emit, exchange)
     started = False
     try:
         _reserve(exchange, prompts)
@@ -108,11 +113,13 @@ async def answer(door: Door, exchange: Exchange, ask: Ask, prefix: str, write: W
             exchange, Answer(answer_id, created, ask, door.model, prompts[0].request.params), generation, door.text
         )
     finally:
-        await generation.close()
-        usage = generation.usage()
-        describe_end(exchange, generation, usage)
-        if exchange.quota is not None:
-            exchange.quota.settle(usage.prompt_tokens + usage.completion_tokens if started else 0)
+        try:
+            await generation.close()
+        finally:  # a client that hangs up now, with all it asked for, has still to be accounted for
+            usage = generation.usage()
+            describe_end(exchange, generation, usage)
+            if exchange.quota is not None:
+                exchange.quota.settle(usage.prompt_tokens + usage.completion_tokens if started else 0)
 
 
 def as_allowed(ask: Ask, exchange: Exchange, model: ServedModel) -> Ask:
@@ -157,14 +164,16 @@ def _warned(ask: Ask, exchange: Exchange, form: ReplyForm) -> Ask:
     return msgspec.structs.replace(ask, warnings=[*ask.warnings, *form.warnings]) if form.warnings else ask
 
 
-def _with_seed(door: Door, ask: Ask) -> Ask:
+def with_seed(ask: Ask, entropy: Callable[[int], bytes]) -> Ask:
+    """The request with a seed: its own, or one that is drawn."""
     if ask.sampling.seed is not None:
         return ask
-    seed = int.from_bytes(door.entropy(8), "little") % SEED_SPAN
+    seed = int.from_bytes(entropy(8), "little") % SEED_SPAN
     return msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
 
 
-def _must_call(ask: Ask) -> bool:
+def must_call(ask: Ask) -> bool:
+    """Whether the answer is a call, which then has a grammar of its own."""
     choice: ToolChoice = ask.template.get("tool_choice", ANY_CALL)
     return choice.mode == "required"
 
@@ -176,14 +185,7 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
     sources: Sequence[str | list[int]] = [""] if ask.prompts is None else ask.prompts
     for index, source in enumerate(sources):
         exchange.parts.enter("encode_wait")
-        if ask.messages is not None:
-            encoded = await encode_messages(door, ask)
-        elif isinstance(source, str) and ask.suffix:
-            encoded = await door.text.encode_infill(source, ask.suffix)
-        elif isinstance(source, str):
-            encoded = await door.text.encode_prompt(source, add_special=ask.add_special_tokens)
-        else:
-            encoded = Encoded(source)
+        encoded = await encode_source(door.text, ask, source)
         exchange.parts.encoded(encoded.stamps)
         ids = encoded.ids
         room = room_for(ask, len(ids), door.model)
@@ -199,17 +201,22 @@ async def _prompts(door: Door, exchange: Exchange, ask: Ask, answer_id: str) -> 
             cache_scope=_cache_scope(exchange.key, ask),
             priority=exchange.key.priority + ask.priority,
             timeout_s=exchange.timeout_s,
-            constraint=with_form(ask.constraint, encoded.form, must_call=_must_call(ask)),
+            constraint=with_form(ask.constraint, encoded.form, must_call=must_call(ask)),
         )
         text = "" if not needs_text else source if isinstance(source, str) else door.text.decode(ids)
         prompts.append(Prompt(request, text, form=encoded.form))
     return prompts
 
 
-async def encode_messages(door: Door, ask: Ask) -> Encoded:
-    """The prompt of a conversation."""
-    assert ask.messages is not None
-    return await door.text.encode_chat(ask.messages, **ask.template)
+async def encode_source(text: TextService, ask: Ask, source: str | list[int] = "") -> Encoded:
+    """One prompt of a request: its conversation, or one of its texts or lists of ids."""
+    if ask.messages is not None:
+        return await text.encode_chat(ask.messages, **ask.template)
+    if not isinstance(source, str):
+        return Encoded(source)
+    if ask.suffix:
+        return await text.encode_infill(source, ask.suffix)
+    return await text.encode_prompt(source, add_special=ask.add_special_tokens)
 
 
 def _cache_scope(key: Key, ask: Ask) -> str:
@@ -222,7 +229,7 @@ async def collect(generation: Generation) -> list[Piece]:
     """One merged piece per choice."""
     texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
     thoughts: list[list[str]] = [[] for _ in range(generation.num_choices)]
-    merged = [Piece(index, entries=[], tokens=[], calls=[]) for index in range(generation.num_choices)]
+    merged = [Piece(index, entries=[], tokens=[], logprobs=[], calls=[]) for index in range(generation.num_choices)]
     while (pieces := await generation.next()) is not None:
         for piece in pieces:
             whole = merged[piece.index]
@@ -230,6 +237,8 @@ async def collect(generation: Generation) -> list[Piece]:
             whole.entries += piece.entries
             whole.echoed = whole.echoed or piece.echoed
             whole.tokens += piece.tokens
+            whole.logprobs += piece.logprobs
+            whole.num_tokens = piece.num_tokens
             whole.calls += piece.calls
             thoughts[piece.index].append(piece.reasoning)
             whole.finish, whole.stop_reason = piece.finish, piece.stop_reason

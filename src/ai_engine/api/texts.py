@@ -95,7 +95,7 @@ async def tokenize(door: rest.Door, exchange: Exchange) -> None:
 
 async def _ids(door: rest.Door, got: Mapping[str, Any], at: Checking) -> list[int]:
     if "messages" in got:
-        return (await rest.encode_messages(door, _ask(got, door.model, at))).ids
+        return (await rest.encode_source(door.text, _ask(got, door.model, at))).ids
     text, special = ("prompt", True) if "prompt" in got else ("content", False)
     special = got.get("add_special_tokens", got.get("add_special", special))
     parse = got.get("parse_special", True)
@@ -125,7 +125,7 @@ async def detokenize(door: rest.Door, exchange: Exchange) -> None:
 async def apply_template(door: rest.Door, exchange: Exchange) -> None:
     """POST /apply-template: the text whose tokens the model would get"""
     got, at = await _read(door, exchange, template_fields(door.model.vocab_size))
-    encoded = await exchange.unless_disconnected(rest.encode_messages(door, _ask(got, door.model, at)))
+    encoded = await exchange.unless_disconnected(rest.encode_source(door.text, _ask(got, door.model, at)))
     await exchange.reply(200, _warned({"prompt": _shown(door.text, encoded.ids)}, at))
 
 

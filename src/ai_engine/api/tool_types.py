@@ -101,8 +101,8 @@ class Choices:
 
 
 def tool_options(got: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked fields as arguments of `encode_chat`; none when no function is offered. With ``allowed_tools`` the
-    model is told of these alone. Raises InvalidValue when the fields contradict each other."""
+    """The checked fields as arguments of `encode_chat`; none when no function is offered. Raises InvalidValue when the
+    fields contradict each other."""
     tools: list[dict[str, Any]] = got.get("tools", [])
     choice = got.get("tool_choice", "auto")
     parallel = got.get("parallel_tool_calls", True)
@@ -113,23 +113,23 @@ def tool_options(got: Mapping[str, Any]) -> dict[str, Any]:
                 param="tool_choice",
             )
         return {}
-    mode, only = choice, ""
+    mode, only, names = choice, "", list[str]()
     if isinstance(choice, dict) and choice["type"] == "function":
         mode, only = "required", choice["function"]["name"]
         _find(tools, only, "tool_choice.function.name")
     elif isinstance(choice, dict):
         allowed = choice["allowed_tools"]
         mode = allowed["mode"]
-        tools = [
-            _find(tools, tool["function"]["name"], f"tool_choice.allowed_tools.tools[{index}].function.name")
-            for index, tool in enumerate(allowed["tools"])
-        ]
-    return {"tools": tools, "tool_choice": ToolChoice(mode=mode, only=only, parallel=parallel)}
+        for index, tool in enumerate(allowed["tools"]):
+            name = tool["function"]["name"]
+            _find(tools, name, f"tool_choice.allowed_tools.tools[{index}].function.name")
+            names.append(name)
+    choice = ToolChoice(mode=mode, only=only, allowed=tuple(names), parallel=parallel)
+    return {"tools": tools, "tool_choice": choice}
 
 
-def _find(tools: list[dict[str, Any]], name: str, where: str) -> dict[str, Any]:
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            return tool
-    names = ", ".join(repr(tool["function"]["name"]) for tool in tools)
-    raise InvalidValue(f"{where}: found {name!r}, expected one of the tools: {names}.", param=where)
+def _find(tools: list[dict[str, Any]], name: str, where: str) -> None:
+    names = [tool["function"]["name"] for tool in tools]
+    if name not in names:
+        listed = ", ".join(map(repr, names))
+        raise InvalidValue(f"{where}: found {name!r}, expected one of the tools: {listed}.", param=where)

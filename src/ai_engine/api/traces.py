@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ai_engine.api.replies import encode
 from ai_engine.ports.errors import InvalidValue, NotFound
+from ai_engine.ports.telemetry import Event, TokensSent
 
 if TYPE_CHECKING:
     from ai_engine.api.generation import Generation, Prompt
     from ai_engine.api.http import Exchange
     from ai_engine.api.openai_types import Ask
     from ai_engine.api.rest import Door
-    from ai_engine.ports.serving import Usage
+    from ai_engine.ports.serving import Chunk, Usage
 
 MAX_RECENT = 1000
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
@@ -47,6 +48,16 @@ async def one(door: Door, exchange: Exchange) -> None:
             "after the request: old traces are given up."
         )
     await exchange.reply(200, encode(tree))
+
+
+def log_tokens(emit: Callable[[Event], None], exchange: Exchange, chunk: Chunk) -> None:
+    """Each token with the step that made it, for the log of whoever asked."""
+    if chunk.tokens:
+        emit(
+            TokensSent(
+                exchange.trace_id, exchange.key.name, chunk.request_id, chunk.index, chunk.step, list(chunk.tokens)
+            )
+        )
 
 
 class NoTraces:
@@ -84,6 +95,8 @@ def describe_end(exchange: Exchange, generation: Generation, usage: Usage) -> No
     exchange.attributes |= {
         "gen_ai.response.finish_reasons": generation.finishes,
         "ai_engine.stop_matches": generation.num_stopped,
+        "ai_engine.max_gap_seconds": round(generation.max_gap_s, 6),
+        "ai_engine.failed": generation.has_failed,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
     }

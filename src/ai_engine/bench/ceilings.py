@@ -32,6 +32,7 @@ from ai_engine.kernels.cpu.lang import Kernel, kernel
 from ai_engine.progress import ProgressBar
 
 READ_BYTES = 512 << 20
+QUICK_BYTES = 64 << 20
 ITEM_BYTES = 1 << 20
 PASSES = 20
 ROUNDS = 7
@@ -40,6 +41,7 @@ ARITHMETIC_CHAINS = 12
 ARITHMETIC_STEPS = 1 << 16
 ARITHMETIC_ITEMS = 16
 WORKING_SETS = (1 << 20, 16 << 20, 128 << 20)
+"""Of the same memory: at most all of it."""
 
 
 @kernel(data="ptr", items="i64")
@@ -179,7 +181,8 @@ def measure(
     machine, progress = read_machine(), ProgressBar()
     probers = {count: Prober(count, nbytes) for count in counts}
     taken: dict[str, dict[int, list[float]]] = {kind: {n: [] for n in counts} for kind in ("read", "fma", "dot")}
-    small: dict[int, dict[int, list[float]]] = {size: {n: [] for n in counts} for size in WORKING_SETS}
+    sets = [size for size in WORKING_SETS if size < nbytes]
+    small: dict[int, dict[int, list[float]]] = {size: {n: [] for n in counts} for size in sets}
     try:
         for round_number in range(rounds):
             if round_number and deadline.passed:
@@ -188,7 +191,7 @@ def measure(
                 taken["read"][count].append(prober.read_gb_s(passes))
                 taken["fma"][count].append(prober.fma_gflop_s(passes // 2))
                 taken["dot"][count].append(prober.dot_gop_s(passes // 2))
-                for size in WORKING_SETS:
+                for size in sets:
                     small[size][count].append(prober.read_gb_s(passes, size))
             progress("machine", (round_number + 1) / rounds)
         target = probers[counts[0]].target
@@ -209,8 +212,8 @@ def measure(
         fma_gflop_s=value_of(limits["fma"]),
         dot_gop_s=value_of(limits["dot"]),
     )
-    sets = {size >> 20: {n: float(np.median(v)) for n, v in by.items()} for size, by in small.items()}
-    return ceilings, {"bytes_read": nbytes, "limits": limits, "rounds": taken, "read_gb_s_by_mib": sets}
+    by_mib = {size >> 20: {n: float(np.median(v)) for n, v in by.items()} for size, by in small.items()}
+    return ceilings, {"bytes_read": nbytes, "limits": limits, "rounds": taken, "read_gb_s_by_mib": by_mib}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -218,7 +221,11 @@ def run(args: argparse.Namespace) -> int:
     quick = args.quick
     counts = thread_counts(args.threads or read_machine().default_threads)
     ceilings, detail = measure(
-        counts, 2 if quick else args.rounds or ROUNDS, 3 if quick else PASSES, READ_BYTES, deadline
+        counts,
+        1 if quick else args.rounds or ROUNDS,
+        3 if quick else PASSES,
+        QUICK_BYTES if quick else READ_BYTES,
+        deadline,
     )
     limits = detail["limits"]
     units = (("read", "read GB/s"), ("fma", "f32 FMA GFLOP/s"), ("dot", "int8 dot GOP/s"))

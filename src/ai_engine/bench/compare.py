@@ -13,7 +13,7 @@ from typing import Any
 
 from ai_engine import app
 from ai_engine.bench import llamacpp, versus
-from ai_engine.bench.ceilings import Prober
+from ai_engine.bench.ceilings import QUICK_BYTES, READ_BYTES, Prober
 from ai_engine.bench.engine import START, Driver, share_of_limit
 from ai_engine.bench.host import LoadWatch
 from ai_engine.bench.llamacpp import LlamaCpp
@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     label = args.model
     source = model
     if args.requantize:
-        model, label = llamacpp.requantised(llama, model, args.requantize), f"{args.model}-{args.requantize}"
-    report = Report(f"compare-{args.what}-{file_name(Path(label).stem)}", args.out, args.json)
+        model = llamacpp.requantised(llama, model, args.requantize)
+        label = f"{file_name(args.model)}-{args.requantize}"
+    report = Report(f"compare-{args.what}-{file_name(label)}", args.out, args.json)
     threads = args.threads or read_machine().default_threads
     facts: dict[str, Any] = {
         "model": model.name, "sha256": llamacpp.digest(model), "made_from": source.name if model != source else None,
@@ -74,7 +75,7 @@ def engine_rounds(
     progress = ProgressBar()
     sides: dict[str, dict[str, list[float]]] = {"ours": {}, "llama.cpp": {}}
     reads: list[float] = []
-    with Driver(model, threads) as driver, Prober(threads) as prober:
+    with Driver(model, threads) as driver, Prober(threads, QUICK_BYTES if args.quick else READ_BYTES) as prober:
 
         def ours() -> None:
             mine = sides["ours"]
@@ -104,7 +105,7 @@ def engine_rounds(
         side: median_interval([share_of_limit(v, 1, step_bytes[1], limit.value) for v in by["decode 1"]])
         for side, by in sides.items()
     }
-    musts = asked_for(model)
+    musts = {} if args.quick else asked_for(model)
     table = {
         name: {
             "ours": median(values),

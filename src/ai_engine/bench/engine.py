@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ai_engine import app
-from ai_engine.bench.ceilings import READ_BYTES, Prober
+from ai_engine.bench.ceilings import QUICK_BYTES, READ_BYTES, Prober
 from ai_engine.bench.host import LoadWatch
 from ai_engine.bench.report import Deadline, Report, file_name
 from ai_engine.bench.stats import median_interval
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     rounds, steps = (2, 8) if args.quick else (args.rounds or 7, args.steps)
     result: dict[str, Any] = {"model": path.name, "file_bytes": path.stat().st_size, "quick": args.quick, "threads": {}}
     for threads in counts:
-        measured = measure(path, threads, rounds, steps, deadline, decode_only=args.decode_only)
+        measured = measure(path, threads, rounds, steps, deadline, decode_only=args.decode_only, quick=args.quick)
         result["threads"][threads] = measured
         rows = [
             [name, row["tokens_per_s"].text(), row.get("step_mb"), row["share"].text() if "share" in row else None]
@@ -135,16 +135,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    path: Path, threads: int, rounds: int, steps: int, deadline: Deadline, *, decode_only: bool = False
+    path: Path, threads: int, rounds: int, steps: int, deadline: Deadline, *, decode_only: bool, quick: bool
 ) -> dict[str, Any]:
     """Medians with intervals of every case at one number of threads; a read pass of the limit after each round."""
     progress = ProgressBar()
     speeds: dict[str, list[float]] = {}
     reads: list[float] = []
     shapes: dict[str, tuple[int, int]] = {}
-    with Driver(path, threads, quiet=False) as driver, Prober(threads, READ_BYTES) as prober:
+    with Driver(path, threads, quiet=False) as driver, Prober(threads, QUICK_BYTES if quick else READ_BYTES) as prober:
         for batch in BATCHES[: 1 if decode_only else None]:
-            for depth in DEPTHS[: 1 if decode_only else None]:
+            for depth in DEPTHS[: 1 if decode_only or quick else None]:
                 if driver.fits(batch, depth + steps + START):
                     shapes[f"decode {batch} @ {depth}"] = (batch, max(depth, START))
         prefills = [n for n in PREFILLS if not decode_only and driver.fits(1, n)]

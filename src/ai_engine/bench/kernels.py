@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ai_engine import app
-from ai_engine.bench.ceilings import Prober
+from ai_engine.bench.ceilings import QUICK_BYTES, READ_BYTES, Prober
 from ai_engine.bench.host import LoadWatch
 from ai_engine.bench.report import Deadline, Report
 from ai_engine.bench.stats import median, median_interval
@@ -132,8 +132,9 @@ def step_batch(spans: Spans, page_tokens: int, sample: SampleBatch, logit_rows: 
 class Maker:
     """Builds cases on one implementation of the kernels port."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, streamed_bytes: int = STREAMED_BYTES) -> None:
         self.kernels, self.rng = kernels, np.random.default_rng(0)
+        self._streamed_bytes = streamed_bytes
         self._arenas: list[MappedArena] = []
 
     def memory(self, nbytes: int) -> MappedArena:
@@ -167,7 +168,7 @@ class Maker:
         """``rows`` tokens through matrices of COLS x OUT; as many as exceed the caches for few rows, else one."""
         specs = WeightSpec("w0", dtype, OUT, COLS)
         packed = self.kernels.packed_bytes(specs)
-        count = max(1, STREAMED_BYTES // packed) if rows <= FEW_ROWS else 4
+        count = max(1, self._streamed_bytes // packed) if rows <= FEW_ROWS else 4
         raw = random_rows(dtype, OUT, COLS, self.rng)
         first = self.memory(packed).data
         self.kernels.pack_rows(specs, 0, raw, first)
@@ -264,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
     types = [DType(name) for name in args.types.split(",")] if args.types else list(DType)
     rounds = 3 if args.quick else args.rounds or 15
     kernels = app.build_kernels(EngineConfig(threads=threads, cpu=args.cpu))
-    maker = Maker(kernels)
+    maker = Maker(kernels, STREAMED_BYTES // 8 if args.quick else STREAMED_BYTES)
     limits: list[float] = []
     try:
         kernels.prepare(ProgressBar())
@@ -275,7 +276,7 @@ def run(args: argparse.Namespace) -> int:
                 maker.sampler(vocab, rows, label, fields)
                 for vocab in (49_152, 262_144) for rows in (1, 16) for label, fields in SAMPLER.items()
             ]  # fmt: skip
-        with Prober(threads) as prober:
+        with Prober(threads, QUICK_BYTES if args.quick else READ_BYTES) as prober:
             done = interleaved(
                 kernels, cases, rounds, deadline, lambda: limits.append(prober.read_gb_s(2 if args.quick else 5))
             )

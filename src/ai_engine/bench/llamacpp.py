@@ -156,8 +156,8 @@ def build(model: Path, progress: Progress) -> LlamaCpp:
             )
     with tempfile.TemporaryDirectory(prefix="ai-engine-llama-") as scratch:
         progress("fetch llama.cpp", 0.0)
-        _step([sys.executable, "-m", "pip", "download", "-q", "--no-binary", ":all:", "--no-deps",
-               "--no-build-isolation", SDIST, "-d", scratch], 600)  # fmt: skip
+        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-binary", ":all:", "--no-deps"]
+        _step([*fetch, SDIST, "-d", scratch], 600)
         archive = next(Path(scratch).glob("*.tar.gz"))
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")

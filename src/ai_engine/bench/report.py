@@ -90,7 +90,9 @@ def plain(value: Any) -> Any:
 
 
 def file_name(text: str) -> str:
-    """A name for a file from any model name: 'org/name' -> 'org-name'."""
+    """A name for a file from a model's name or path: 'org/name' -> 'org-name', '/a/b.gguf' -> 'b'."""
+    if text.lower().endswith(".gguf"):
+        text = Path(text).stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "model"
 
 

@@ -165,24 +165,23 @@ def intruder(target: Target, shape: Shape) -> dict[str, Run]:
 
 
 async def _intrude(target: Target, victims: Sequence[Ask], long: Ask, lead: int) -> list[Answer]:
-    """Start the victims; when each has received ``lead`` pieces, send the long prompt."""
-    ready = asyncio.Semaphore(0)
+    """Start the victims; when each has received ``lead`` pieces (or its whole answer), send the long prompt."""
+    going = [asyncio.Event() for _ in victims]
 
-    def watch() -> Callable[[int], None]:
+    async def victim(ask: Ask, event: asyncio.Event) -> Answer:
         def on_part(count: int) -> None:
-            if count == lead:
-                ready.release()
+            if count >= lead:
+                event.set()
 
-        return on_part
+        try:
+            return await send(target.url, ask.data, name=ask.name, on_part=on_part, timeout_s=target.timeout_s)
+        finally:
+            event.set()
 
     async with asyncio.TaskGroup() as group:
-        running = [
-            group.create_task(send(target.url, ask.data, name=ask.name, on_part=watch(), timeout_s=target.timeout_s))
-            for ask in victims
-        ]
-        for _ in victims:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ready.acquire(), 30)
+        running = [group.create_task(victim(*pair)) for pair in zip(victims, going, strict=True)]
+        for event in going:
+            await event.wait()
         entered = await send(target.url, long.data, name=long.name, timeout_s=target.timeout_s)
     return [*(task.result() for task in running), entered]
 

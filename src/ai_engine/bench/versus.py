@@ -11,7 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ai_engine.bench import compare
 from ai_engine.bench.host import LoadWatch
@@ -37,24 +37,29 @@ EQUAL_SAMPLING: dict[str, Any] = {
     "samplers": ["temperature"], "top_k": 1, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0,
 }  # fmt: skip
 """llama-server's own defaults are others; this is plain greedy, as ours."""
-Load = Callable[[Target, bool], Run]
+Size = Literal["tiny", "short", "full"]
+Load = Callable[[Target, Size], Run]
 
 
-def streams(target: Target, short: bool) -> Run:
-    count, output = (STREAMS, 64) if short else (4 * STREAMS, 128)
+def streams(target: Target, size: Size) -> Run:
+    count, output = {"tiny": (4, 8), "short": (STREAMS, 64), "full": (4 * STREAMS, 128)}[size]
     return target.closed(target.prompts.asks(count, 128, output), STREAMS)
 
 
-def single(target: Target, short: bool) -> Run:
-    return target.closed(target.prompts.asks(1 if short else 4, 128, 128), 1)
+def single(target: Target, size: Size) -> Run:
+    count, output = {"tiny": (1, 8), "short": (1, 128), "full": (4, 128)}[size]
+    return target.closed(target.prompts.asks(count, 128, output), 1)
 
 
-def prefix(target: Target, short: bool) -> Run:
-    return prefix_run(target, 512, 8 if short else 16, 32, 32 if short else 64, STREAMS)
+def prefix(target: Target, size: Size) -> Run:
+    count, output = {"tiny": (3, 8), "short": (8, 32), "full": (16, 64)}[size]
+    return prefix_run(target, 512, count, 32, output, STREAMS)
 
 
-LOADS: dict[str, tuple[Load, bool]] = {"streams": (streams, False), "single": (single, False), "prefix": (prefix, True)}
-"""Name: what is asked, and whether the prefix caches are on."""
+LOADS: dict[str, tuple[Load, bool, int]] = {
+    "streams": (streams, False, 6), "single": (single, False, 2), "prefix": (prefix, True, 4),
+}  # fmt: skip
+"""Name: what is asked, whether the prefix caches are on, and its share of the time."""
 MUSTS: dict[str, dict[str, float]] = {
     "Q4_1": {"streams": 3.0, "single": 1.7, "prefix": 3.0},
     "Q4_0": {"streams": 2.0, "single": 1.5, "prefix": 3.0},
@@ -64,15 +69,14 @@ MUSTS: dict[str, dict[str, float]] = {
 class Pair:
     """Both servers with the same kind of caching, llama-server with given settings."""
 
-    def __init__(self, ours: Server, llama: LlamaCpp, model: Path, threads: int, cache: bool, seed: int) -> None:
-        self._llama, self._model, self._threads, self._cache, self._seed = llama, model, threads, cache, seed
+    def __init__(self, ours: Server, llama: LlamaCpp, model: Path, threads: int, cache: bool) -> None:
+        self._llama, self._model, self._threads, self._cache = llama, model, threads, cache
         self.ours = self._target(ours.url, ours.process.pid, {})
         self.theirs: Target | None = None
         self.server: LlamaServer | None = None
 
     def _target(self, url: str, pid: int, extra: dict[str, Any]) -> Target:
-        # the same seed on both sides: the same token ids in the same order
-        prompts = Prompts(url, listed_model(url), self._model, self._seed, extra)
+        prompts = Prompts(url, listed_model(url), self._model, secrets.randbits(32), extra)
         return Target(url, pid, prompts, Slo(), quick=False, timeout_s=180.0)
 
     def start_theirs(self, extra: Sequence[str]) -> Target:
@@ -103,13 +107,13 @@ def warm(target: Target) -> None:
         raise EngineError(f"warming up {target.url} failed: {failed[0]}")
 
 
-def tune(pair: Pair, load: Load, names: Sequence[str]) -> tuple[str, dict[str, float]]:
+def tune(pair: Pair, load: Load, names: Sequence[str], size: Size) -> tuple[str, dict[str, float]]:
     """The setting with which llama-server does most tokens a second, and what each did."""
     found = {}
     for name in names:
         target = pair.start_theirs(SETTINGS[name])
         warm(target)
-        found[name] = load(target, True).tokens_per_s
+        found[name] = load(target, size).tokens_per_s
     return max(found, key=lambda name: found[name]), found
 
 
@@ -123,6 +127,8 @@ def run(
     if unknown or not names:
         raise ConfigError(f"--workload is {args.workload!r}; use some of {', '.join(LOADS)}", param="workload")
     rounds = 1 if args.quick else args.rounds or 7
+    share = {name: LOADS[name][2] / sum(LOADS[other][2] for other in names) for name in names}
+    minutes = deadline.left_s / 60
     result: dict[str, Any] = {}
     table: dict[str, dict[str, Any]] = {}
     for cache in (False, True):
@@ -131,12 +137,13 @@ def run(
             continue
         flags = ["--threads", str(threads), *([] if cache else ["--no-prefix-cache"])]
         with our_server(model, *flags) as server:
-            pair = Pair(server, llama, model, threads, cache, secrets.randbits(32))
+            pair = Pair(server, llama, model, threads, cache)
             with contextlib.closing(pair):
                 warm(pair.ours)
                 for name in chosen:
-                    result[name] = one_load(report, pair, name, rounds, args.quick, deadline)
-                    table |= rows_of(name, result[name], compare.asked_for(model, MUSTS).get(name))
+                    result[name] = one_load(report, pair, name, rounds, args.quick, Deadline(share[name] * minutes))
+                    must = None if args.quick else compare.asked_for(model, MUSTS).get(name)
+                    table |= rows_of(name, result[name], must)
                 for target in (pair.ours, pair.theirs):
                     if target is not None:
                         watch.count_as_ours(cpu_seconds(process_tree(target.pid)))
@@ -150,14 +157,21 @@ def one_load(report: Report, pair: Pair, name: str, rounds: int, quick: bool, de
     """Tune theirs for this load, then rounds of A B, B A with the same prompts."""
     load, progress = LOADS[name][0], ProgressBar()
     settings = list(SETTINGS)[: 1 if quick else None]
-    best, tried = tune(pair, load, settings)
+    best, tried = tune(pair, load, settings, "tiny" if quick else "short")
     theirs = pair.start_theirs(SETTINGS[best])
     warm(theirs)
+    seed = secrets.randbits(32)
+    for target in (pair.ours, theirs):
+        target.prompts.reseed(seed)  # the same token ids in the same order
     runs: dict[str, list[Run]] = {"ours": [], "llama.cpp": []}
     done = 0
     while done < rounds and not (done and deadline.passed):
         for side, target in (("ours", pair.ours), ("llama.cpp", theirs))[:: 1 if done % 2 == 0 else -1]:
-            runs[side].append(load(target, quick))
+            target.timeout_s = min(180.0, deadline.left_s + 30)
+            run = load(target, "tiny" if quick else "full")
+            if not run.good:
+                raise EngineError(f"{name}: no request to {side} succeeded: {run.answers[0].error}")
+            runs[side].append(run)
         done += 1
         progress(f"servers, {name}", done / rounds)
     report.say(

@@ -69,6 +69,10 @@ class Prompts:
             with contextlib.closing(open_model(model)) as file:
                 self._text = app.build_text(file.tokenizer())
 
+    def reseed(self, seed: int) -> None:
+        """Whoever is reseeded alike makes the same prompts from here on."""
+        self._rng = np.random.default_rng(seed)
+
     def close(self) -> None:
         if self._text is not None:
             self._text.close()

@@ -89,7 +89,7 @@ def show(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float):
         return str(value)
-    return JSON_NAMES[type(value)]
+    return JSON_NAMES.get(type(value), f"a {type(value).__name__}")  # of Python's, where no JSON was parsed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ conversation without such text has no marks, and its ids are those of encoding t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +19,13 @@ import msgspec
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
 from ai_engine.data.tool_grammar import constraint_of
-from ai_engine.data.tool_prompt import functions_for_template, plain_history, template_history, with_instructions
+from ai_engine.data.tool_prompt import (
+    functions_for_template,
+    is_allowed,
+    plain_history,
+    template_history,
+    with_instructions,
+)
 from ai_engine.ports.errors import InvalidRequest
 from ai_engine.ports.text import ANY_CALL, Encoded, ReplyForm, ToolChoice
 
@@ -37,15 +44,17 @@ def encode_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> Encoded:
     """The prompt's ids (BOS once, if the model wants one) and the form of the answer. With ``continue_final_message``
     the prompt ends with the last message's text, whatever the template puts after it. Raises InvalidRequest when the
     template refuses, InvalidJsonSchema for a function's parameters that would have to be enforced and cannot be."""
+    begun_s = now_s()
     taken = sorted(_RESERVED & (template_kwargs or {}).keys())
     if taken:
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", param="chat_template_kwargs")
     kwargs, warnings = _with_effort(template, dict(template_kwargs or {}), reasoning_effort)
-    offered = tools if tools and tool_choice.mode != "none" else None
+    offered = [tool for tool in tools or () if tool_choice.mode != "none" and is_allowed(tool, tool_choice)]
     turns, shown = _with_calls(template, messages, offered, tool_choice)
     given = [turns, shown, kwargs]
     try:
@@ -77,12 +86,14 @@ def encode_chat(
         inside, over = at_end and opened > closed, at_end and closed > opened
         if inside and reasoning_effort == "none" and not continue_final_message:
             prompt, inside, over = f"{prompt}\n{template.tags[1]}\n\n", False, True
+    rendered_s = now_s()
     ids = tokenizer.encode_segments([(piece, True) for piece in prompt.split(mark)]).ids
+    stamps = begun_s, rendered_s, now_s()
     form = ReplyForm(reasoning=template.tags, inside_reasoning=inside, warnings=warnings)
     if offered:
         constraint = constraint_of(
             template.calls,
-            offered,
+            tools or (),
             tool_choice,
             token_of=lambda text: _control_token(tokenizer, text),
             tags=None if over else template.tags,
@@ -96,7 +107,7 @@ def encode_chat(
             one_call=bool(tool_choice.only) or not tool_choice.parallel,
             constraint=constraint,
         )
-    return Encoded(ids, form)
+    return Encoded(ids, form, stamps)
 
 
 def _with_effort(
@@ -118,7 +129,7 @@ def _with_effort(
 def _with_calls(
     template: JinjaTemplate,
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Sequence[Mapping[str, Any]],
     choice: ToolChoice,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """The messages, and the functions that the template is to print."""

@@ -24,8 +24,14 @@ MAX_SHAPES: Final = 48
 """Alternatives of one schema that are looked at."""
 MAX_NODES: Final = 20_000
 MAX_ENDINGS: Final = 24
+MAX_TEXT: Final = 1 << 14
+"""Bytes of a smallest instance; one that is longer counts as not known."""
 
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|"(?:[^"\\]|\\.)*\\?$|[^\s{}\[\],:"]+', re.DOTALL)
+
+
+_ANY: Final[Node] = {}
+"""What an absent schema allows; one object, so that it is looked at once."""
 
 
 def dumps(value: Any) -> bytes:
@@ -114,12 +120,15 @@ def _finished(frames: list[Frame], scalar: bytes) -> bool:
 
 
 class Ending(NamedTuple):
-    """``text`` ends the value. ``search``: before it, the string that has begun must be ended as its pattern wants.
+    """``text`` ends the value. ``word``: before it, the string that has begun must be ended as its pattern wants, which
+    takes about so many tokens; ``hint`` is that pattern. ``steady``: it stays the shortest while the string goes on.
     ``jump``: how many tokens longer the shortest ending can become by one more token of the text (an estimate)."""
 
     text: bytes
     jump: int
-    search: bool = False
+    word: int = 0
+    hint: bytes = b""
+    steady: bool = False
 
 
 class Closer:
@@ -135,6 +144,7 @@ class Closer:
         self._held: list[Any] = []  # what ids in the tables belong to
         self._smallest: dict[int, bytes] = {}
         self._known: set[int] = set()
+        self.bound = 0  # tokens that an open container, or what is due in it, can need at most
         self._largest_option: dict[tuple[int, int], int] = {}
 
     # --- smallest instances
@@ -164,12 +174,18 @@ class Closer:
         while changed:
             changed = False
             for node in reversed(order):
-                best = min(filter(None, map(self._smallest_of, self.shapes(node))), key=len, default=None)
+                fitting = (text for text in map(self._smallest_of, self.shapes(node)) if text and len(text) <= MAX_TEXT)
+                best = min(fitting, key=len, default=None)
                 old = self._smallest.get(id(node))
                 if best is not None and (old is None or len(best) < len(old)):
                     self._smallest[id(node)] = best
                     changed = True
         self._known |= seen
+        for node in order:
+            for shape in self.shapes(node):
+                least = self._smallest_of(shape)
+                if least is not None:
+                    self.bound = max(self.bound, 2 * self._size(least) + self._option(shape) + 8)
 
     def _within(self, shape: Node) -> Iterator[Any]:
         yield from shape.get("properties", {}).values()
@@ -207,7 +223,7 @@ class Closer:
     def _smallest_string(self, shape: Node) -> bytes | None:
         if "pattern" in shape or "format" in shape:
             return self._word(shape)
-        return b'"' + b"a" * int(shape.get("minLength", 0)) + b'"'
+        return b'"' + b"a" * min(int(shape.get("minLength", 0)), MAX_TEXT) + b'"'
 
     # --- shapes: a schema as alternatives without $ref, allOf, anyOf and lists of types
 
@@ -275,7 +291,7 @@ class Closer:
         found.sort(key=lambda ending: len(ending.text))
         spread = self._size(found[-1].text) - self._size(found[0].text)
         spread = max(spread, *(ending.jump for ending in found))
-        unique = {(ending.text, ending.search): ending._replace(jump=spread) for ending in found}
+        unique = {(ending.text, ending.word): ending._replace(jump=spread) for ending in found}
         return list(unique.values())[:MAX_ENDINGS]
 
     def _entry(self, schema: Any) -> int:
@@ -298,7 +314,7 @@ class Closer:
                 for name in names[after + 1 :]:
                     least = self.smallest(shape["properties"][name])
                     worst = max(worst, self._size(dumps(name)) + 2 + self._size(least or b""))
-                for other in (*shape.get("patternProperties", {}).values(), shape.get("additionalProperties", {})):
+                for other in (*shape.get("patternProperties", {}).values(), shape.get("additionalProperties", _ANY)):
                     worst = max(worst, 6 + self._size(self.smallest(other) or b""))
             elif shape.get("type") == "array":
                 worst = max([1 + self._size(self.smallest(item) or b"") for item in self._items(shape)], default=0)
@@ -306,9 +322,9 @@ class Closer:
         return self._largest_option[key]
 
     def _items(self, shape: Node) -> list[Any]:
-        items = shape.get("items", {})
+        items = shape.get("items", _ANY)
         first = items if type(items) is list else shape.get("prefixItems", [])
-        rest = shape.get("additionalItems", {}) if type(items) is list else items
+        rest = shape.get("additionalItems", _ANY) if type(items) is list else items
         return [*first, rest]
 
     def _end_constant(self, shape: Node, raw: bytes) -> list[Ending]:
@@ -324,14 +340,18 @@ class Closer:
             if kind != "string":
                 return []
             if "pattern" in shape or "format" in shape:
-                return [Ending(b"", 12, search=True)]
-            return [Ending(ending, 2) for ending in _string_ends(raw, int(shape.get("minLength", 0)))]
+                size = self._size(self._word(shape) or b"0123456789abcdef")
+                return [Ending(b"", 2, word=max(1, size), hint=str(shape.get("pattern", "")).encode())]
+            least = int(shape.get("minLength", 0))
+            return [Ending(ending, 2, steady=least == 0) for ending in _string_ends(raw, least)]
         if kind == "boolean" or kind == "null":
             words = (b"true", b"false") if kind == "boolean" else (b"null",)
             return [Ending(word[len(raw) :], 0) for word in words if word.startswith(raw)]
         if kind in ("integer", "number") and raw[:1] in b"-0123456789":
             jump = 2 + max([len(str(shape[k])) for k in ("minimum", "maximum", "multipleOf") if k in shape], default=0)
-            return [Ending(ending, jump) for ending in _NUMBER_ENDS]
+            number = _smallest_number(shape) or b""
+            own = [number[len(raw) :]] if number.startswith(raw) else []
+            return [Ending(ending, jump) for ending in (*own, *_NUMBER_ENDS)]
         return []
 
     def _end_array(self, shape: Node, frames: list[Frame], depth: int, text: bytes) -> list[Ending]:
@@ -394,7 +414,7 @@ class Closer:
         """A name has begun, or is due: each that it may become, with the smallest value."""
         begun = frame.key if frame.state == "key" else b""
         found: list[Ending] = []
-        names = [name for name in left if dumps(name).startswith(begun)]
+        names = [name for name in (*left, *self._pattern_names(shape)) if dumps(name).startswith(begun)]
         free = [b'a"', b'_"', b'x1"'] if not begun else [b'"', b'a"', b'_"', b'1"']
         if shape.get("additionalProperties", True) is not False or shape.get("patternProperties"):
             for end in free:
@@ -407,6 +427,11 @@ class Closer:
             if with_key is not None:
                 found.append(with_key)
         return [ending._replace(jump=max(ending.jump, jump)) for ending in found]
+
+    def _pattern_names(self, shape: Node) -> list[str]:
+        """A name for each of patternProperties."""
+        words = (self._word({"type": "string", "pattern": p}) for p in list(shape.get("patternProperties", {}))[:8])
+        return [json.loads(word) for word in words if word is not None]
 
     def _with_key(self, shape: Node, keys: list[str], written: bytes, begun: bytes) -> Ending | None:
         try:
@@ -428,7 +453,7 @@ class Closer:
                     return schema
             except re.error:
                 continue
-        return shape.get("additionalProperties", {})
+        return shape.get("additionalProperties", _ANY)
 
     def _may_be(self, schema: Any, scalar: bytes) -> bool:
         """Whether a finished scalar can be of that schema; tells the branches of a union apart."""
@@ -462,7 +487,9 @@ class Closer:
             missing = [name for name in properties if name in missing or name in chosen] + [
                 name for name in missing if name not in properties
             ]
-            missing += [chr(97 + index) for index in range(min(26, short - len(chosen)))]
+            free = [name for name in self._pattern_names(shape) if name not in keys and name not in properties]
+            free += [chr(97 + index) for index in range(26)] if shape.get("additionalProperties") is not False else []
+            missing += free[: short - len(chosen)]
         texts = []
         for name in missing:
             value = least(self._property(shape, name))
@@ -473,7 +500,10 @@ class Closer:
 
 
 _TYPES: Final = ("null", "boolean", "integer", "string", "array", "object", "number")
-_NUMBER_ENDS: Final = (b"", b"0", b"1", b"5", b"9", b"00", b"10", b".5", b"000", b"100", b"0000", b"e1")
+_NUMBER_ENDS: Final = (
+    b"", b"0", b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"00", b"10", b".5", b"000", b"100", b"0000",
+    b"e1",
+)  # fmt: skip
 
 
 def _by_type(shape: Node) -> list[Node]:

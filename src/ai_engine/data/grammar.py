@@ -15,14 +15,13 @@ token, and is checked with the matcher before it is used.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import llguidance
 import numpy as np
@@ -30,7 +29,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ai_engine.contracts.json_schema import Document, Node, children, json_block, lowered, pointer_part, refuse
 from ai_engine.contracts.json_text import decode_json
-from ai_engine.data.closing import Closer, Ending
+from ai_engine.data.closing import Closer
 from ai_engine.data.tokenizer import TokenPieces
 from ai_engine.ports.errors import EngineError, InvalidJson, InvalidJsonSchema, UnsupportedParameter
 from ai_engine.ports.grammar import U32, Constraint, constraint_key
@@ -41,8 +40,15 @@ MAX_KEPT: Final = 64
 """Compiled grammars kept for requests that repeat them."""
 LOCATE_S: Final = 1.0
 """How long the keyword that cannot be enforced is looked for."""
-WORD_S: Final = 0.5
-"""How long the shortest string of one pattern is looked for; a schema's patterns together get four times that."""
+MAX_BEAM: Final = 64
+"""Texts of one length that the search for a string goes on from."""
+MAX_ALIKE: Final = 4
+"""Of these, texts that allow the same tokens next: most often, but not always, the same state."""
+WORD_PROBES: Final = 3000
+"""Bytes tried to find the shortest string of a pattern, 50 to 200 us each; a schema's patterns together get four times
+that. A count and not a time: the same request gets the same answer."""
+LIVE_PROBES: Final = 600
+"""Bytes tried in the middle of a text."""
 SPARE_TOKENS: Final = 6
 """Kept between the shortest ending and the limit: one token may open more than `Ending.jump` foresees."""
 
@@ -146,7 +152,7 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary, param: str) -> None:
         self._vocabulary, self._param = vocabulary, param
         self._words: dict[str, bytes | None] = {}
-        self._words_until = 0.0
+        self._probes_left = 4 * WORD_PROBES
 
     def compile(self, constraint: Constraint) -> LlGrammar:
         if len(constraint.text) > MAX_TEXT_BYTES:
@@ -167,7 +173,7 @@ class Compiler:
         else:
             body = f"%lark {{\n{self._lark(constraint)}\n}}"
         start = self._matcher(whole_grammar(self._vocabulary, body, constraint.after, constraint.opens))
-        problem = _problem(start)
+        problem = _problem(start, self._vocabulary)
         if problem and schema is not None:
             self._locate(schema, problem)
         if problem:
@@ -185,7 +191,7 @@ class Compiler:
             return constraint.text
         try:
             return gbnf_to_lark(constraint.text)
-        except (ValueError, AssertionError, IndexError, KeyError, RecursionError) as error:
+        except Exception as error:  # what the converter raises is a bare Exception
             raise InvalidJsonSchema(f"{self._param}: not a GBNF grammar: {error}", param=self._param) from error
 
     def _matcher(self, lark: str) -> llguidance.LLMatcher:
@@ -195,7 +201,6 @@ class Compiler:
     def _finished(self, constraint: Constraint, start: llguidance.LLMatcher, schema: Node | None) -> LlGrammar:
         vocabulary, closer, shortest = self._vocabulary, None, None
         if schema is not None:
-            self._words_until = time.monotonic() + 4 * WORD_S
             sizes: dict[bytes, int] = {}
 
             def size(text: bytes) -> int:
@@ -209,7 +214,7 @@ class Compiler:
             except (RecursionError, TypeError, ValueError, KeyError, AttributeError):  # a schema it cannot read
                 shortest = None
         elif not constraint.after and constraint.kind == "regex":
-            shortest = search(vocabulary, start, lambda matcher, text: matcher.is_accepting(), WORD_S)
+            shortest = search(vocabulary, start, _whole, Probes(WORD_PROBES), constraint.text.encode())
         grammar = LlGrammar(vocabulary, start, closer, constraint)
         if shortest is not None:
             tokens = grammar.prefix(b"") + vocabulary.tokens_of(shortest)
@@ -224,13 +229,11 @@ class Compiler:
         wanted: Node = {k: shape[k] for k in ("pattern", "format", "minLength", "maxLength") if k in shape}
         key = json.dumps(wanted, sort_keys=True)
         if key not in self._words:
-            left_s = min(WORD_S, self._words_until - time.monotonic())
             matcher = self._matcher(whole_grammar(self._vocabulary, json_block({"type": "string", **wanted})))
-            self._words[key] = (
-                None
-                if matcher.is_error() or left_s <= 0
-                else search(self._vocabulary, matcher, lambda m, text: m.is_accepting(), left_s)
-            )
+            hint = str(wanted.get("pattern", "")).encode()
+            probes = Probes(min(WORD_PROBES, self._probes_left))
+            self._words[key] = None if matcher.is_error() else search(self._vocabulary, matcher, _whole, probes, hint)
+            self._probes_left -= probes.taken
         return self._words[key]
 
     # --- which keyword it was
@@ -247,8 +250,11 @@ class Compiler:
             if not found:
                 continue
             below = {step.split("/")[1] for step, _ in children(node)}
-            for keyword in sorted(node.keys() - {"$defs", "definitions"}, key=lambda name: name in below):
-                without = {key: value for key, value in node.items() if key != keyword}
+            for keyword in sorted(
+                node.keys() - {"$defs", "definitions"}, key=lambda name: (name == "type", name in below)
+            ):
+                dropped = {keyword, "then", "else"} if keyword == "if" else {keyword}
+                without = {key: value for key, value in node.items() if key not in dropped}
                 if not self._problem_of({**shared, **without}):
                     at = pointer + pointer_part(keyword)
                     refuse(keyword, at, f"cannot be enforced: {_first_lines(found)}", self._param)
@@ -260,7 +266,8 @@ class Compiler:
             )
 
     def _problem_of(self, schema: Node) -> str:
-        return _problem(self._matcher(whole_grammar(self._vocabulary, json_block(schema))))
+        matcher = self._matcher(whole_grammar(self._vocabulary, json_block(schema)))
+        return _problem(matcher, self._vocabulary)
 
 
 HEAD: Final = '%llguidance {"no_forcing": true}\n'
@@ -283,11 +290,22 @@ def whole_grammar(vocabulary: Vocabulary, body: str, after: str = "", opens: str
     return f"{HEAD}start: {start}\n{thought}gap: /[ \\n]{{0,3}}/\nbody: {body}\n"
 
 
-def _problem(matcher: llguidance.LLMatcher) -> str:
+def _problem(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> str:
     """Why the grammar cannot be used; warnings too: they say what would be ignored."""
     if matcher.is_error():
         return str(matcher.get_error()) or "it does not compile"
-    return "; ".join(matcher.get_grammar_warnings())
+    if warnings := matcher.get_grammar_warnings():
+        return "; ".join(warnings)
+    row, probe = np.zeros(vocabulary.words, np.uint32), matcher.deep_copy()
+    probe.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    if probe.is_error():
+        return f"no text can begin: {probe.get_error()}"
+    if not row.any():
+        return "no text matches"
+    brace = vocabulary.byte_ids.get(0x7B, 0)
+    if row[brace >> 5] >> (brace & 31) & 1 and probe.try_consume_tokens([brace]) != 1:  # as of thousands of properties
+        return str(probe.get_error())
+    return ""
 
 
 def _first_lines(problem: str) -> str:
@@ -338,17 +356,54 @@ class LlGrammar:
         return self.vocabulary.tokens_of(rest + self._after[begun:])
 
 
-class LlMatcher:
-    """Implements ports.grammar.Matcher."""
+class Mark(NamedTuple):
+    """Where a text stands: open brackets, whether in a string, whether after a backslash there."""
 
-    __slots__ = ("_ended", "_grammar", "_look_at", "_matcher", "_plan", "_tokens")
+    depth: int = 0
+    in_string: bool = False
+    escaped: bool = False
+
+    def after(self, piece: bytes) -> Mark:
+        depth, in_string, escaped = self
+        if in_string and not escaped and b'"' not in piece and b"\\" not in piece:
+            return self
+        for byte in piece:
+            if escaped:
+                escaped = False
+            elif byte == 0x22:
+                in_string = not in_string
+            elif in_string:
+                escaped = byte == 0x5C
+            else:
+                depth += (byte in b"{[") - (byte in b"}]")
+        return Mark(depth, in_string, escaped)
+
+
+class Need(NamedTuple):
+    """An ending of the text of ``num_tokens`` tokens. ``steady``: it stays the same while the string goes on."""
+
+    num_tokens: int
+    tokens: list[int]
+    jump: int
+    steady: bool
+
+    def fits(self, tokens_left: int) -> bool:
+        """Whether the next token may be any, and this one or another ending will still fit after it."""
+        return tokens_left - 1 - len(self.tokens) - self.jump > SPARE_TOKENS
+
+
+class LlMatcher:
+    """Implements ports.grammar.Matcher. What is allowed depends on the tokens taken and on ``tokens_left`` alone,
+    whatever was asked, guessed and taken back before."""
+
+    __slots__ = ("_ended", "_grammar", "_marks", "_matcher", "_need", "_tokens")
 
     def __init__(self, grammar: LlGrammar, matcher: llguidance.LLMatcher) -> None:
         self._grammar, self._matcher = grammar, matcher
         self._tokens: list[int] = []
+        self._marks = [Mark()]  # at the start and after each token
         self._ended = False  # by an end-of-sequence token, which is no part of the text
-        self._look_at = 1 << 62  # tokens left at which the shortest ending is worked out again
-        self._plan: tuple[int, list[int]] | None = None  # an ending: tokens taken before it, its tokens
+        self._need: Need | None = None  # worked out last
 
     def fill(self, row: U32, tokens_left: int) -> None:
         token = self._forced(tokens_left)
@@ -371,6 +426,7 @@ class LlMatcher:
         if self._matcher.try_consume_tokens([token]) != 1:
             return False
         self._tokens.append(token)
+        self._marks.append(self._marks[-1].after(self._grammar.vocabulary.pieces[token]))
         return True
 
     @property
@@ -383,62 +439,81 @@ class LlMatcher:
             num_tokens -= 1
         if num_tokens:
             self._matcher.rollback(num_tokens)
-            del self._tokens[-num_tokens:]
-            self._look_at, self._plan = 1 << 62, None
+            del self._tokens[-num_tokens:], self._marks[-num_tokens:]
+            if self._need is not None and self._need.num_tokens > len(self._tokens):
+                self._need = None
 
     # --- ending in time
 
     def _forced(self, tokens_left: int) -> int | None:
         """The only token that may come, if the limit is that near."""
-        if self._grammar.closer is None or tokens_left > self._look_at or self._matcher.is_stopped():
+        closer = self._grammar.closer
+        if closer is None or self._matcher.is_stopped():
             return None
-        found = self._ending(self._grammar.closer)
-        plan = self._rest_of_plan()
-        if found is None or (plan is not None and len(plan) < len(found[0])):
-            if plan is None:
-                self._look_at = tokens_left - 4
-                return None
-            found = plan, found[1] if found is not None else 0
-        tokens, jump = found
-        slack = tokens_left - 1 - len(tokens) - jump - SPARE_TOKENS
-        if slack > 0:
-            self._look_at = tokens_left - max(1, slack // (jump + 1))
-            self._plan = None
+        if tokens_left > (self._marks[-1].depth + 2) * closer.bound + SPARE_TOKENS + len(self._grammar.prefix(b"")):
+            return None  # no text this deep needs so many
+        if self._need is not None and self._goes_on(self._need) and self._need.fits(tokens_left):
             return None
-        self._look_at = tokens_left
-        self._plan = len(self._tokens), tokens
-        return tokens[0] if tokens else self._grammar.vocabulary.eos_ids[0]
+        self._need = self._ending(closer, tokens_left)
+        if self._need is None or self._need.fits(tokens_left):
+            return None
+        return self._need.tokens[0] if self._need.tokens else self._grammar.vocabulary.eos_ids[0]
 
-    def _rest_of_plan(self) -> list[int] | None:
-        """What is left of the ending chosen before, if the text has followed it."""
-        if self._plan is None:
-            return None
-        begun, tokens = self._plan
-        taken = self._tokens[begun:]
-        return tokens[len(taken) :] if tokens[: len(taken)] == taken else None
+    def _goes_on(self, need: Need) -> bool:
+        """Only a string has gone on since then, by whole characters."""
+        pieces, begun = self._grammar.vocabulary.pieces, need.num_tokens
+        mark = self._marks[begun]
+        return need.steady and all(
+            self._marks[at + 1] is mark and _is_whole_text(pieces[self._tokens[at]])
+            for at in range(begun, len(self._tokens))
+        )
 
-    def _ending(self, closer: Closer) -> tuple[list[int], int] | None:
-        """(tokens, jump) of a short ending that the matcher takes."""
+    def _ending(self, closer: Closer, tokens_left: int) -> Need | None:
+        """A short ending that the matcher takes; None: none is known, or one that fits anyway must be searched for."""
         vocabulary = self._grammar.vocabulary
         text = b"".join([vocabulary.pieces[token] for token in self._tokens])
         prefix = self._grammar.prefix(text)
-        text = self._grammar.body_of(text) or b""
+        body = self._grammar.body_of(text) or b""
         with self._grammar.lock:
-            endings = closer.endings(text)
+            endings = closer.endings(body)
         for ending in endings or ():
-            for tokens in self._spelt(ending):
-                if verified(self._matcher, prefix + tokens):
-                    return prefix + tokens, ending.jump
+            end = ending.text
+            if ending.word:
+                rough = [0] * (2 * ending.word + len(vocabulary.tokens_of(end)))
+                if Need(0, rough, ending.jump, False).fits(tokens_left):
+                    return None
+                found = search(vocabulary, self._matcher, _string_ends, Probes(LIVE_PROBES), ending.hint)
+                if found is None:
+                    continue
+                end = found + end
+            tokens = prefix + vocabulary.tokens_of(end)
+            if verified(self._matcher, tokens):
+                steady = ending.steady and not prefix and self._marks[-1].in_string
+                return Need(len(self._tokens), tokens, ending.jump, steady)
         return None
 
-    def _spelt(self, ending: Ending) -> Iterator[list[int]]:
-        tokens_of = self._grammar.vocabulary.tokens_of
-        if not ending.search:
-            yield tokens_of(ending.text)
-            return
-        found = search(self._grammar.vocabulary, self._matcher, _string_ends, WORD_S / 10)
-        if found is not None:
-            yield tokens_of(found + ending.text)
+
+def _is_whole_text(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class Probes:
+    """How many bytes a search may try."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+
+    def take(self) -> bool:
+        self.taken += 1
+        return self.taken <= self.most
+
+
+def _whole(matcher: llguidance.LLMatcher, text: bytes) -> bool:
+    return bool(matcher.is_accepting())
 
 
 def _string_ends(matcher: llguidance.LLMatcher, text: bytes) -> bool:
@@ -450,44 +525,53 @@ def search(
     vocabulary: Vocabulary,
     start: llguidance.LLMatcher,
     ends: Callable[[llguidance.LLMatcher, bytes], bool],
-    limit_s: float,
+    probes: Probes,
+    hint: bytes,
 ) -> bytes | None:
     """A short text from here to where ``ends``, byte by byte: breadth first over texts that differ in what they allow
-    next, a few bytes of each kind tried from each. None when none is found in time."""
-    until = time.monotonic() + limit_s
+    next, a few bytes of each kind and those of ``hint`` tried from each. None when the probes run out."""
     row = np.zeros(vocabulary.words, np.uint32)
-    beam = [(start.deep_copy(), b"")]
+
+    def allowed_by(matcher: llguidance.LLMatcher) -> U32:
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        return row if not matcher.is_error() else np.zeros_like(row)
+
+    first = start.deep_copy()
+    beam: list[tuple[llguidance.LLMatcher, bytes, list[int]]] = [
+        (first, b"", _samples(vocabulary, allowed_by(first), hint))
+    ]
     for _ in range(512):
-        seen: set[bytes] = set()
-        for matcher, text in beam:
+        following: list[tuple[llguidance.LLMatcher, bytes, list[int]]] = []
+        seen: dict[bytes, int] = {}
+        for matcher, text, samples in beam:
             if ends(matcher, text):
                 return text
-        following = []
-        for matcher, text in beam:
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            state = row.tobytes()
-            if matcher.is_error() or state in seen or time.monotonic() > until:
-                continue
-            seen.add(state)
-            for byte in _samples(vocabulary, row):
+            for byte in samples:
+                if not probes.take():
+                    return None
                 probe = matcher.deep_copy()
-                if probe.try_consume_tokens([vocabulary.byte_ids[byte]]) == 1:
-                    following.append((probe, text + bytes([byte])))
-        beam = following[:64]
-        if not beam:
-            return None
+                if probe.try_consume_tokens([vocabulary.byte_ids[byte]]) != 1:
+                    continue
+                longer = text + bytes([byte])
+                if ends(probe, longer):
+                    return longer
+                state = allowed_by(probe).tobytes()
+                alike = seen[state] = seen.get(state, 0) + 1
+                if alike <= MAX_ALIKE and len(following) < MAX_BEAM:
+                    following.append((probe, longer, _samples(vocabulary, row, hint)))
+        beam = following
     return None
 
 
 _KINDS: Final = (b'"}]', b"0123456789", b"abcdefghijklmnopqrstuvwxyz", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
-def _samples(vocabulary: Vocabulary, row: U32) -> list[int]:
-    """Some of the allowed bytes: all of a small kind, the ends of a large one, and some of the rest."""
+def _samples(vocabulary: Vocabulary, row: U32, hint: bytes) -> list[int]:
+    """Some of the allowed bytes: the quote and those of the hint, the ends of every kind, some of the rest."""
     allowed = [byte for byte, token in vocabulary.byte_ids.items() if row[token >> 5] >> (token & 31) & 1]
-    picked: list[int] = []
+    picked = [byte for byte in allowed if byte in hint or byte == 0x22]
     for kind in _KINDS:
         some = sorted(byte for byte in allowed if byte in kind)
         picked += some if len(some) <= 4 else [some[0], some[1], some[-1]]
     others = sorted(byte for byte in allowed if not any(byte in kind for kind in _KINDS))
-    return picked + list(itertools.islice(others, 6))
+    return list(dict.fromkeys(picked + others[: 4 if hint else 40]))

@@ -1,13 +1,16 @@
 """ModelText: one model's tokeniser and template as the TextService that the doors use.
 
-Owns the threads that encode, so that a long text holds up neither the event loop nor the short texts of others: eight
-megabytes take seconds. Does not own encoding itself (tokenizer.py, chat.py) nor what a choice's tokens become
-(output.py).
+Owns the threads that encode, so that a long text holds up neither the event loop, nor the short texts of others, nor
+the steps of running streams: eight megabytes take seconds, and the thread for long texts takes what others leave. Does
+not own encoding itself (tokenizer.py, chat.py) nor what a choice's tokens become (output.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +38,7 @@ class ModelText:
         self.tokenizer = ModelTokenizer(data, cache_dir)
         self.template = JinjaTemplate.from_tokenizer(data)
         self._short = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long", initializer=_stand_back)
 
     @property
     def vocab_size(self) -> int:
@@ -128,6 +131,13 @@ def _stamped(encode: Callable[[], Encoded]) -> Encoded:
     begun_s = time.monotonic()
     encoded = encode()
     return msgspec.structs.replace(encoded, stamps=(begun_s, begun_s, time.monotonic()))
+
+
+def _stand_back() -> None:
+    """The lowest priority for this thread: on a machine whose cores are all computing steps, a step waits for its
+    slowest thread, and every time slice that encoding took would be added to it."""
+    with contextlib.suppress(OSError, AttributeError):  # a system without it has other means
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _num_chars(value: Any, enough: int) -> int:

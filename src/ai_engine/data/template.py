@@ -412,12 +412,9 @@ class JinjaTemplate:
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
             for name, call_id in zip(names, ids, strict=True)
         ]
-        results = [
-            {"role": "tool", "name": name, "tool_call_id": call_id, "content": f"of-{name}"}
-            for name, call_id in zip(names, ids, strict=True)
-        ]
+        results = [{"role": "tool", "tool_call_id": call_id, "content": f"result of {call_id}"} for call_id in ids]
         prompt = self._try([user, {"role": "assistant", "content": "", "tool_calls": calls}, *results]) or ""
-        return all(f"of-{name}" in prompt and prompt.count(name) > 1 for name in names)
+        return all(text in prompt for text in (*names, *(str(result["content"]) for result in results)))
 
     def _try(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
         try:

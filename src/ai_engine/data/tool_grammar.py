@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ai_engine.contracts.json_schema import json_block, lowered
-from ai_engine.data.tool_prompt import NO_PARAMETERS, around
+from ai_engine.data.tool_prompt import NO_PARAMETERS, around, is_allowed
 from ai_engine.data.tools import CallFormat
 from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.text import ToolChoice
@@ -42,7 +42,7 @@ def constraint_of(
     offered = [
         (index, tool["function"])
         for index, tool in enumerate(tools)
-        if choice.only in ("", tool["function"].get("name", ""))
+        if choice.only in ("", tool["function"].get("name", "")) and is_allowed(tool, choice)
     ]
     if not must and not any(function.get("strict") for _, function in offered):
         return None

@@ -24,6 +24,10 @@ NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "
 """What a function without ``parameters`` takes."""
 
 
+def is_allowed(tool: Mapping[str, Any], choice: ToolChoice) -> bool:
+    return not choice.allowed or tool["function"]["name"] in choice.allowed
+
+
 def functions_for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """OpenAI's shape with every key that templates look for, and none that is ours to enforce."""
     shown = []

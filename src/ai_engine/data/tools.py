@@ -30,7 +30,8 @@ MAX_NAME: Final = 128
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family of models writes calls. ``template`` are texts that all stand in the source of its chat templates.
+    """How a family of models writes calls. ``template`` are texts that all stand in the source of its chat templates,
+    and ``not_template`` such as stand in those of others that share its marks.
 
     ``begin`` and ``end`` are the marks around one call or a list of them ("": none); ``named``: the function's name
     stands before its arguments, with this mark between, instead of both in an object. ``arguments`` is the key that is
@@ -40,6 +41,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     template: tuple[str, ...]
+    not_template: tuple[str, ...] = ()
     begin: str
     end: str = ""
     bare: bool = False
@@ -58,7 +60,13 @@ CALL_ID: Final = "[CALL_ID]"
 FORMATS: Final = {
     form.name: form
     for form in (
-        CallFormat(name="hermes", template=("<tool_call>",), begin="<tool_call>", end="</tool_call>"),
+        CallFormat(
+            name="hermes",
+            template=("<tool_call>",),
+            not_template=("<arg_key>", "<function=", "<parameter"),
+            begin="<tool_call>",
+            end="</tool_call>",
+        ),
         CallFormat(
             name="mistral-args", template=("[TOOL_CALLS]", "[ARGS]"), begin="[TOOL_CALLS]", named="[ARGS]", between=""
         ),
@@ -66,6 +74,7 @@ FORMATS: Final = {
         CallFormat(
             name="llama3",
             template=("<|start_header_id|>", "parameters"),
+            not_template=("TOOLCALL",),
             begin="<|python_tag|>",
             bare=True,
             between="; ",
@@ -89,7 +98,8 @@ _SCALAR_END: Final = re.compile(r"[,}\]\s]")
 def find_format(template: str) -> CallFormat | None:
     """The format that a template's source writes; None when it is none that we know."""
     for form in FORMATS.values():
-        if form.template and all(text in template for text in form.template):
+        fits = all(text in template for text in form.template)
+        if form.template and fits and not any(text in template for text in form.not_template):
             return form
     return None
 

@@ -162,7 +162,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ),
     counter("l5_sched_step_idle_seconds", "Time between steps with nobody running."),
     counter("l5_sched_step_bubble_seconds", "Time between steps with somebody running."),
-    counter("l5_sched_preempt", "Sequences that lost their pages."),
+    counter("l5_sched_preempt", "Sequences that lost their pages, by why.", "reason"),
     counter("l5_sched_preempt_recomputed_tokens", "Tokens computed again after a preemption."),
     gauge("l5_sched_watchdog_heartbeat_timestamp_seconds", "Unix time of the last step."),
     # L4
@@ -189,7 +189,10 @@ FAMILIES: Final[tuple[Family, ...]] = (
     gauge("l3_model_registry_loaded", "Models that are loaded."),
     gauge("l3_model_weights_bytes", "Memory of the weights."),
     gauge("l3_model_weights_load_seconds", "Reading and packing the weights."),
-    gauge("l3_model_memory_bytes", "Memory by category.", "category"),
+    gauge(
+        "l3_model_memory_bytes", "Memory that the engine's process takes, by category; their sum is all.", "category"
+    ),
+    gauge("l3_model_reserved_bytes", "Memory that the engine set aside when it was built, by category.", "category"),
     counter("l3_model_forward", "Forward passes."),
     counter("l3_model_forward_tokens", "Tokens through the model, by kind.", "kind"),
     histogram("l3_model_forward_seconds", "Time in kernels of a sampled step."),

@@ -11,7 +11,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from ai_engine.observe.render import chosen_step
+from ai_engine.observe.slo import STATES, Slo, Verdict
 from ai_engine.observe.traces import Tree
 from ai_engine.ports.errors import ConfigError
 
@@ -20,22 +23,44 @@ _TIMEOUT_S = 60.0
 
 def fetch(url: str, key: str, path: str) -> Any:
     """The JSON at ``path`` of the server."""
+    return json.loads(_get(url, key, path))
+
+
+def _get(url: str, key: str, path: str) -> bytes:
     request = urllib.request.Request(url.rstrip("/") + path)
     if key:
         request.add_header("authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
-            return json.load(reply)
+            body: bytes = reply.read()
+            return body
     except urllib.error.HTTPError as error:
         with error:
-            body = error.read(4096)
+            answer = error.read(4096)
         try:
-            message = json.loads(body)["error"]["message"]
+            message = json.loads(answer)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            message = body.decode("utf-8", "replace")[:200]
+            message = answer.decode("utf-8", "replace")[:200]
         raise ConfigError(f"{url} answered {error.code}: {message}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"no server answers at {url}: {error}. Give --url, and --key where it wants one") from None
+
+
+def slo_states(url: str, key: str, wanted: Slo) -> list[tuple[str, Verdict, float]]:
+    """(objective, verdict, burn rate) as the server's /metrics has them."""
+    found: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(_get(url, key, "/metrics").decode()):
+        for sample in family.samples:
+            found[sample.name, sample.labels.get("objective", "")] = sample.value
+    verdicts: dict[float, Verdict] = {state: verdict for verdict, state in STATES.items()}  # type: ignore[misc]
+    rows = []
+    for objective in wanted.objective:
+        state = found.get(("ai_engine_l6_slo_state", objective.name))
+        if state is None:
+            raise ConfigError(f"{url} does not judge {objective.name!r}: start it with --slo and this file")
+        burn = found.get(("ai_engine_l6_slo_burn_rate_ratio", objective.name), 0.0)
+        rows.append((objective.name, verdicts[state], burn))
+    return rows
 
 
 def load(name: str, url: str, key: str, step: str = "") -> Tree:

@@ -34,6 +34,33 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--out", default="", metavar="FILE", help="where to (default: the trace id and its ending)")
 
 
+def add_slo(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_subparsers(dest="what", metavar="check", required=True)
+    text = "say of each objective whether it is met, missed or inconclusive; exit status 0, 1 or 3"
+    check = what.add_parser("check", help=text, description=text)
+    check.add_argument(
+        "file", help="objectives, TOML: [[objective]] name, signal, percentile, threshold_s or max_ratio"
+    )
+    check.add_argument("--log", default="", metavar="FILE", help="judge the requests of this log (JSON lines)")
+    check.add_argument("--url", default="http://127.0.0.1:8000", help="or ask a server that runs with --slo FILE")
+    check.add_argument("--key", default="", help="API key (or $AI_ENGINE_API_KEY)")
+
+
+def run_slo(args: argparse.Namespace) -> int:
+    """Raises ConfigError where the file, the log or the server is not as it should be."""
+    from ai_engine.observe import client, slo
+
+    wanted = slo.read_slo(Path(args.file))
+    if args.log:
+        results = slo.check(wanted, slo.read_records(Path(args.log)))
+        sys.stdout.write(slo.report(results))
+        return slo.EXIT_STATUS[slo.worst(results)]
+    states = client.slo_states(args.url, args.key or os.environ.get("AI_ENGINE_API_KEY", ""), wanted)
+    sys.stdout.write("".join(f"{verdict:<13}{name}: burn rate {burn:.2f}\n" for name, verdict, burn in states))
+    verdicts = {verdict for _, verdict, _ in states}
+    return max(slo.EXIT_STATUS[v] for v in verdicts) if "missed" not in verdicts else slo.EXIT_STATUS["missed"]
+
+
 def run_trace(args: argparse.Namespace) -> int:
     """Raises ConfigError where the server or the file does not give the trace."""
     from ai_engine.observe import client, render

@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 Sample = tuple[str, float, tuple[str, ...]]
 MEMORY_EVERY_S: Final = 5.0
 """Reading a process's mappings takes the kernel milliseconds for each gigabyte: not at every scrape."""
 _TICK: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)")
+_PAGEMAP_READ: Final = 1 << 20
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)")
 
 
 class Host:
@@ -95,34 +98,41 @@ def pss_bytes(pid: int) -> int:
 def memory_by_category(pid: int, arenas: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Proportional bytes of a process: those of each arena (name -> address, bytes), of "code" (files mapped), "shared"
     (memory files, the rings among them) and "heap" (everything else). {} when it cannot be read."""
-    ranges = sorted((start, start + nbytes, name) for name, (start, nbytes) in arenas.items())
     found = dict.fromkeys([*arenas, "code", "shared", "heap"], 0)
-    category, weights = "heap", [("heap", 1.0)]
+    kind = "heap"
     try:
         with open(f"/proc/{pid}/smaps", encoding="utf-8") as lines:
             for line in lines:
                 if line.startswith("Pss:"):
-                    pss = int(line.split()[1]) * 1024
-                    for category, weight in weights:
-                        found[category] += round(pss * weight)
+                    found[kind] += int(line.split()[1]) * 1024
                 elif (mapping := _MAPPING.match(line)) is not None:
-                    start, end, file = int(mapping[1], 16), int(mapping[2], 16), mapping[3]
-                    weights = _owners(start, end, file, ranges)
+                    kind = _kind(mapping[1])
+        for name, (address, nbytes) in arenas.items():
+            found[name] = min(_resident(pid, address, nbytes), found["heap"])
+            found["heap"] -= found[name]
     except (OSError, ValueError):
         return {}
     return found
 
 
-def _owners(start: int, end: int, file: str, ranges: list[tuple[int, int, str]]) -> list[tuple[str, float]]:
-    """Whose a mapping is. The kernel joins neighbours: one mapping may hold several arenas and what lies between."""
+def _kind(file: str) -> str:
     if file.startswith(("/memfd:", "/dev/shm")):
-        return [("shared", 1.0)]
-    if file.startswith("/"):
-        return [("code", 1.0)]
-    parts = [(name, (min(end, high) - max(start, low)) / (end - start)) for low, high, name in ranges
-             if low < end and start < high]  # fmt: skip
-    rest = 1.0 - sum(weight for _, weight in parts)
-    return [*parts, ("heap", rest)] if rest > 1e-9 else parts
+        return "shared"
+    return "code" if file.startswith("/") else "heap"
+
+
+def _resident(pid: int, address: int, nbytes: int) -> int:
+    """Bytes of the range that are in memory (/proc/pid/pagemap: a word a page, the highest bit says so). The kernel
+    joins neighbouring mappings, so what it says of whole mappings does not tell arenas apart."""
+    first, last = address // _PAGE, -(-(address + nbytes) // _PAGE)
+    present = 0
+    with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as words:
+        words.seek(first * 8)
+        left = (last - first) * 8
+        while left > 0 and (data := words.read(min(left, _PAGEMAP_READ))):
+            present += int((np.frombuffer(data, np.uint64) >> np.uint64(63)).sum())
+            left -= len(data)
+    return present * _PAGE
 
 
 class EngineMemory:

@@ -36,14 +36,15 @@ from ai_engine.ports.telemetry import (
     RequestScheduled,
     RequestTraced,
     SequenceOpened,
+    SequencePreempted,
     StepDone,
     StepSampled,
+    TokensSent,
     TokenTimes,
 )
 
 OUTCOMES = ("stop", "length", "cancelled", "failed")
 OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
-GOOD_ENDINGS = frozenset({"stop", "length", "tool_calls", "content_filter", ""})
 Probe = Callable[[], Iterable[tuple[str, float, tuple[str, ...]]]]
 """(family, its value now, label values)"""
 
@@ -153,11 +154,13 @@ class Metrics(Collector):
             HttpDone: self._on_http,
             ClockPair: _ignore,
             SequenceOpened: self._on_opened,
+            SequencePreempted: self._on_preempted,
             RequestTraced: self._on_traced,
             KeysRead: self._on_keys,
             EngineReady: self._on_engine,
             StepSampled: self._on_sampled,
             LoopLag: self._on_lag,
+            TokensSent: _ignore,
         }
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -234,17 +237,19 @@ class Metrics(Collector):
                 cpu[()] += took * self._engine.threads
                 for key, count in self._launches:
                     launches.values[key] = launches.values.get(key, 0.0) + count
-            if event.preempted or event.evicted_pages or event.drafted:
+            if event.evicted_pages or event.drafted:
                 self._on_rare(event)
 
         return take
 
     def _on_rare(self, event: StepDone) -> None:
-        self._c["l5_sched_preempt"].add(event.preempted)
         self._c["l3_kv_evict_pages"].add(event.evicted_pages)
         self._c["l3_sample_spec_drafts"].add(sum(work.draft > 0 for work in event.work))
         self._c["l3_sample_spec_draft_tokens"].add(event.drafted)
         self._c["l3_sample_spec_accepted_tokens"].add(event.accepted)
+
+    def _on_preempted(self, event: SequencePreempted) -> None:
+        self._c["l5_sched_preempt"].add(1, event.reason)
 
     def _on_tokens(self, event: TokenTimes) -> None:
         h, c = self._h, self._c
@@ -293,7 +298,7 @@ class Metrics(Collector):
         self._c["l7_door_admission_rejections"].add(1, reason)
 
     def _on_memory(self, event: MemorySet) -> None:
-        self._g["l3_model_memory_bytes"].set(event.nbytes, event.category)
+        self._g["l3_model_reserved_bytes"].set(event.nbytes, event.category)
         if event.category == "kv":
             self._g["l3_kv_pool_bytes"].set(event.nbytes)
         elif event.category == "weights":
@@ -387,12 +392,14 @@ class Metrics(Collector):
             h["l7_api_stream_backpressure_seconds"].of().add(parts["send"].seconds)
             c["l7_api_stream_events"].add(parts["send"].count)
             c["l7_api_stream_bytes"].add(event.response_bytes)
-            if event.status == 200 and not GOOD_ENDINGS.issuperset(_texts(said.get("gen_ai.response.finish_reasons"))):
+            if event.status == 200 and said.get("ai_engine.failed") is True:
                 c["l7_api_stream_errors_midstream"].add(1)
         into, out = _number(said.get("gen_ai.usage.input_tokens")), _number(said.get("gen_ai.usage.output_tokens"))
         c["l4_text_tokenizer_encode_tokens"].add(into)
         c["l6_cost_key_tokens"].add(into, event.key, "input")
         c["l6_cost_key_tokens"].add(out, event.key, "output")
+        if not event.requests:  # it was refused at the door
+            return
         c["l6_ops_trace_requests"].add(1)
         c["l6_ops_trace_spans"].add(1 + len(event.parts))
         h["l5_request_shape_max_tokens_requested"].of().add(_number(said.get("gen_ai.request.max_tokens")))
@@ -462,10 +469,6 @@ def _unfilled(step: StepDone, engine: EngineReady) -> float:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _texts(value: Any) -> Sequence[str]:
-    return value if isinstance(value, list) else ()
 
 
 def _ignore(event: Event) -> None:

@@ -68,6 +68,20 @@ class SequenceOpened(msgspec.Struct, frozen=True, tag="opened", array_like=True)
     cached_tokens: int
 
 
+class SequencePreempted(msgspec.Struct, frozen=True, tag="preempted", array_like=True):
+    """A choice lost its pages and is opened again later. ``reason`` is kv_pages: an older sequence could not go on
+    without them. ``computed_tokens`` are those that are computed again unless the cache still has them."""
+
+    seq_id: int
+    request_id: str
+    index: int
+    reason: str
+    computed_tokens: int
+    output_tokens: int
+    pages_free: int  # free or cached, when it was decided
+    pages_total: int
+
+
 class RequestQueued(msgspec.Struct, frozen=True, tag="queued", array_like=True):
     request_id: str
     trace_id: str
@@ -152,6 +166,17 @@ class RequestTraced(msgspec.Struct, frozen=True, tag="traced", array_like=True):
     response_bytes: int = 0
 
 
+class TokensSent(msgspec.Struct, frozen=True, tag="sent", array_like=True):
+    """Tokens of a choice whose log somebody asked for, as they came from the step that made them."""
+
+    trace_id: str
+    key: str
+    request_id: str
+    index: int
+    step: int
+    tokens: list[int]
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="engine", array_like=True):
     """An engine is there and takes work. ``ops`` are the ops of its program, slot by slot."""
 
@@ -200,11 +225,13 @@ Event = (
     | KeysRead
     | ClockPair
     | SequenceOpened
+    | SequencePreempted
     | RequestTraced
     | HttpStarted
     | EngineReady
     | StepSampled
     | LoopLag
+    | TokensSent
 )
 
 

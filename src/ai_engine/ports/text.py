@@ -17,10 +17,12 @@ from ai_engine.ports.serving import TokenLogprob
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model may do with the functions it is told of. ``only`` names the one function that it must call."""
+    """What the model may do with the functions. ``only`` names the one that it must call, ``allowed`` those that it is
+    told of (none named: all)."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     only: str = ""
+    allowed: tuple[str, ...] = ()
     parallel: bool = True
 
 

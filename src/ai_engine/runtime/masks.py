@@ -30,10 +30,11 @@ class Masks:
         """Each draw is (first row, sequence, position of the token that is drawn, guesses)."""
         for row, seq, position, draft in draws:
             assert seq.matcher is not None
-            taken = 0
+            taken = filled = 0
             try:
                 for guess in (*draft, -1):
                     self._fill_row(row + taken, seq, position + taken)
+                    filled += 1
                     if guess < 0 or not seq.matcher.accept(guess):
                         break
                     taken += 1
@@ -42,7 +43,7 @@ class Masks:
             except EngineError as error:
                 self.failed[seq.seq_id] = error.message
             seq.matcher.rollback(taken)
-            self.usable[row] = taken
+            self.usable[row] = max(0, filled - 1)  # the draw after a guess needs its mask
 
     def _fill_row(self, row: int, seq: Sequence, position: int) -> None:
         mask = self.buffer[row]

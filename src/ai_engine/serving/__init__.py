@@ -8,6 +8,7 @@ queue.py      the waiting line: priorities, fair shares per tenant
 shares.py     fair shares of what runs: seats and prompts
 cost.py       how long will a step take
 lookup.py     guesses of the next tokens, from what was said before
+watchdog.py   a step that does not end: told, and its requests failed
 state.py      what the scheduler knows, and its invariants
 config.py     every number and its default
 """

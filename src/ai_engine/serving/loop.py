@@ -21,6 +21,7 @@ from ai_engine.ports.serving import Chunk, Terminal, TokenLogprob, Usage
 from ai_engine.ports.telemetry import (
     RequestScheduled,
     SequenceOpened,
+    SequencePreempted,
     StepDone,
     StepWork,
     Telemetry,
@@ -85,6 +86,7 @@ class StepLoop:
         self._intake: deque[Command] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._stepping: StepPlan | None = None  # what the runtime is busy with
         self._thread = threading.Thread(target=self.run, name="step-loop", daemon=True)
         # read by other threads
         self.idle = True
@@ -114,6 +116,12 @@ class StepLoop:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    def in_step(self) -> list[tuple[Work, str, int]]:
+        """(work, request id, tokens computed before) of the step that runs now, while it does not end."""
+        plan, open_now = self._stepping, self._open
+        choices = [(work, open_now.get(work.seq_id)) for work in (plan.work if plan is not None else ())]
+        return [(work, c.group.request.request_id, c.computed) for work, c in choices if c is not None]
 
     # the loop
 
@@ -267,12 +275,15 @@ class StepLoop:
         state.step = plan.step
         state.closing.clear()
         for seq_id in plan.preempt:
-            self._park(self._open.pop(seq_id))
+            self._preempt(self._open.pop(seq_id))
+        self._stepping = plan
         try:
             result = self._runtime.step(plan)
         except Exception as error:  # whatever it was, only this plan's sequences pay for it
             self._fail_step(plan, error)
             return
+        finally:
+            self._stepping = None
         self._now_s = self._clock.now_s()
         if plan.work:
             self.failed_steps, self.last_error = 0, ""
@@ -291,7 +302,20 @@ class StepLoop:
         for output in result.outputs:
             self.deliver(self._open[output.seq_id], output)
 
-    def _park(self, choice: Choice) -> None:
+    def _preempt(self, choice: Choice) -> None:
+        budget, group = self._budget, choice.group
+        self._telemetry.emit(
+            SequencePreempted(
+                seq_id=choice.seq_id,
+                request_id=group.request.request_id,
+                index=choice.index,
+                reason="kv_pages",
+                computed_tokens=choice.computed,
+                output_tokens=choice.num_output,
+                pages_free=budget.available,
+                pages_total=budget.total,
+            )
+        )
         self.state.running.remove(choice)
         choice.seq_id = choice.computed = 0
         self.state.park(choice)

@@ -16,6 +16,7 @@ from ai_engine.serving.cost import Load, attended
 from ai_engine.serving.state import Choice, State
 
 _MIN_GAIN: Final = 1.03  # guesses must promise this much more than none
+_STRETCH: Final = 1.3  # a short prompt, or the end of one, may take so much of the target
 _MIN_CHANCE: Final = 0.05  # a guess less likely than this is not worth looking at
 
 
@@ -136,6 +137,14 @@ def _chunk(state: State, ledger: Ledger, choice: Choice, target_s: float, first:
     """Rows for this prompt by time, rows and logits rows; 0: not in this step."""
     least = min(state.config.min_prefill_tokens, choice.uncomputed)
     in_time = state.cost.rows_within(target_s, ledger.load, choice.computed)
+    if in_time < choice.uncomputed:  # what nearly fits is not worth another step
+        short = choice.uncomputed <= state.config.whole_prompt_tokens and choice.computed == choice.group.cached_tokens
+        limit_s = _STRETCH * target_s
+        if short and first:  # its first token is not put off, though the others alone take all the time
+            limit_s = max(limit_s, state.cost.predict_s(ledger.load) + target_s / 2)
+        if short or choice.uncomputed <= in_time + least:
+            stretched = state.cost.rows_within(limit_s, ledger.load, choice.computed)
+            in_time = choice.uncomputed if stretched >= choice.uncomputed else in_time
     if in_time < least:
         in_time = least if first else 0
     num_tokens = min(in_time, choice.uncomputed, ledger.rows)

@@ -7,12 +7,13 @@ chunks come up once per step. Does not schedule (loop.py, scheduler.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from ai_engine.ports.clock import Clock, SystemClock
 from ai_engine.ports.errors import (
     AiEngineError,
     ContextLengthExceeded,
+    EngineError,
     InvalidRequest,
     InvalidValue,
     NotReady,
@@ -28,6 +29,7 @@ from ai_engine.serving.compiling import Compilers
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.loop import Arrive, Cancel, FailAll, StepLoop
 from ai_engine.serving.state import Group
+from ai_engine.serving.watchdog import Watchdog
 
 
 class Service:
@@ -56,6 +58,8 @@ class Service:
         self._compilers = Compilers(grammars, self._config)
         self._buffers: dict[str, ChunkBuffer] = {}
         self._events: asyncio.AbstractEventLoop | None = None
+        self._watchdog = Watchdog(self.loop, self._clock, self._config, self._fail_stuck)
+        self._watching: asyncio.Task[None] | None = None
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -68,10 +72,13 @@ class Service:
         for category in ("weights", "kv", "activations", "workspace"):
             self._telemetry.emit(MemorySet(category, getattr(memory, category)))
         self.loop.start()
+        self._watching = asyncio.create_task(self._watchdog.watch())
 
     async def close(self) -> None:
         """Stop the step loop; what is open fails with shutting_down. Does not close the runtime."""
         self._draining = True
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.to_thread(self.loop.stop, self._config.stall_s)
         self._fail_open(ShuttingDown("the server stopped"))
         self._compilers.close()
@@ -184,6 +191,16 @@ class Service:
         for request_id, buffer in list(self._buffers.items()):
             buffer.fail(request_id, error.code, error.message)
             self._forget(request_id)
+
+    def _fail_stuck(self, request_ids: Sequence[str], seconds: float) -> None:
+        """Those that run in a step which does not end; they are cancelled for the case that it does."""
+        error = EngineError(f"the step that computes this has not ended for {seconds:.0f} s")
+        for request_id in request_ids:
+            buffer = self._buffers.get(request_id)
+            if buffer is not None:
+                buffer.fail(request_id, error.code, error.message)
+                self._forget(request_id)
+                self.loop.post(Cancel(request_id))
 
     # health and the end
 

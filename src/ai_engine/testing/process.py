@@ -50,7 +50,12 @@ class Server:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if wait and (not self._ready.wait(timeout_s) or not self.url):
+        try:
+            ready = not wait or (self._ready.wait(timeout_s) and bool(self.url))
+        except BaseException:  # Ctrl-C while it starts
+            self.stop()
+            raise
+        if not ready:
             self.stop()
             raise AssertionError("the server did not get ready:\n" + "".join(self.lines))
         self.ready_s = time.monotonic() - started

@@ -211,7 +211,9 @@ class FakeRuntime:
         self._refs.update(seq.pages)
 
     def _tail_is_shared(self, seq: _Sequence) -> bool:
-        return seq.computed % self._page_tokens != 0 and self._refs[seq.pages[-1]] > 1
+        """Whether others can see the page that the next token goes to: another sequence, or who looks up its prefix."""
+        page = seq.pages[-1] if seq.computed % self._page_tokens else None
+        return page is not None and (self._refs[page] > 1 or page in self._key_of)
 
     def _take_page(self) -> int:
         if not self._free:

@@ -317,7 +317,8 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
     inner = door.api.__call__
 
     async def with_abort(scope: Any, receive: Any, send: Any) -> None:
-        scope["extensions"] = {"abort": {"call": lambda: aborted.append(True)}}
+        connection = {"abort": lambda: aborted.append(True), "is_closing": lambda: False}
+        scope["extensions"] = {"connection": connection}
         await inner(scope, receive, send)
 
     door.api = with_abort  # type: ignore[assignment]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ai_engine.ports.serving import GenerateRequest
+from ai_engine.ports.text import TEXT_ONLY, ReplyForm
 from ai_engine.testing import ScriptedServing, answer, failing
-from tests.unit.api.doors import client, saying
+from tests.unit.api.doors import ByteText, client, saying
 
 GOLDEN = Path(__file__).parent / "golden"
 CHAT = "/v1/chat/completions"
@@ -32,6 +33,23 @@ def eos(request: GenerateRequest) -> list[Any]:
     return answer(request, (*b"Hel", *b"lo", 257), stop_token=257, tokens_per_chunk=3)
 
 
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("get_weather", "get_time")]
+CALLS = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+THOUGHT = "<think>\nHm.\n</think>\n\nYes"
+FORMS = {
+    "chat-tools": ReplyForm(calls="hermes"),
+    "chat-tools-cut": ReplyForm(calls="hermes"),
+    "chat-reasoning": ReplyForm(reasoning=("<think>", "</think>")),
+}
+
+
+def text_of(name: str) -> ByteText:
+    return ByteText(form=FORMS.get(name, TEXT_ONLY))
+
+
 CASES: dict[str, tuple[ScriptedServing, str, dict[str, Any]]] = {
     "chat-usage": (ScriptedServing(eos), CHAT, {**HI, **USAGE}),
     "chat-plain": (saying("Hello", tokens_per_chunk=3), CHAT, HI),
@@ -46,6 +64,9 @@ CASES: dict[str, tuple[ScriptedServing, str, dict[str, Any]]] = {
         CHAT,
         {**HI, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
+    "chat-tools": (saying(CALLS, tokens_per_chunk=7), CHAT, {**HI, **USAGE, "tools": TOOLS}),
+    "chat-tools-cut": (saying(CALLS, tokens_per_chunk=7), CHAT, {**HI, "tools": TOOLS, "max_tokens": 60}),
+    "chat-reasoning": (saying(THOUGHT, tokens_per_chunk=5), CHAT, {**HI, **USAGE, "logprobs": True}),
     "text-usage": (ScriptedServing(eos), TEXT, {"prompt": "Hi", "max_tokens": 9, **USAGE}),
     "text-default-cut": (saying("Hello to the whole world"), TEXT, {"prompt": "Hi"}),
     "text-echo-logprobs": (saying("ok"), TEXT, {"prompt": "Hi", "echo": True, "logprobs": 1, "max_tokens": 2}),
@@ -55,7 +76,7 @@ CASES: dict[str, tuple[ScriptedServing, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 async def test_stream_equals_golden(name: str) -> None:
     serving, path, fields = CASES[name]
-    reply = await client(serving)("POST", path, {"model": "m", "seed": 7, "stream": True, **fields})
+    reply = await client(serving, text=text_of(name))("POST", path, {"model": "m", "seed": 7, "stream": True, **fields})
     assert reply.status == 200
     file = GOLDEN / f"{name}.sse"
     if os.environ.get("AI_ENGINE_REWRITE_GOLDEN"):
@@ -67,15 +88,31 @@ async def test_stream_equals_golden(name: str) -> None:
 async def test_the_stream_says_what_the_whole_answer_says(name: str) -> None:
     serving, path, fields = CASES[name]
     fields = {"model": "m", "seed": 7, **fields}
-    streamed = await client(serving)("POST", path, {**fields, "stream": True, **USAGE})
-    whole = (await client(serving)("POST", path, {k: v for k, v in fields.items() if k != "stream_options"})).json()
+    streamed = await client(serving, text=text_of(name))("POST", path, {**fields, "stream": True, **USAGE})
+    plain = {k: v for k, v in fields.items() if k != "stream_options"}
+    whole = (await client(serving, text=text_of(name))("POST", path, plain)).json()
     events = streamed.events()
     assert events[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
-        assert streamed.text(choice["index"]) == (choice["message"]["content"] if path == CHAT else choice["text"])
+        said = choice["message"]["content"] or "" if path == CHAT else choice["text"]
+        assert streamed.text(choice["index"]) == said
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         assert [p["finish_reason"] for p in parts if p["finish_reason"]] == [choice["finish_reason"]]
         assert _joined_logprobs(parts) == choice["logprobs"]
+        if path == CHAT:
+            assert _joined_calls(parts) == choice["message"].get("tool_calls", [])
+            thought = "".join(part["delta"].get("reasoning", "") for part in parts)
+            assert thought == choice["message"].get("reasoning", "")
+
+
+def _joined_calls(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for call in [call for part in parts for call in part["delta"].get("tool_calls", [])]:
+        if call["index"] == len(calls):
+            calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+        else:
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return calls
 
 
 def _joined_logprobs(parts: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -150,3 +151,20 @@ async def test_malformed_trace_context_is_counted() -> None:
     await ask("GET", "/v1/models", None, {"traceparent": "nonsense"})
     await ask("GET", "/v1/models", None, {"traceparent": GOOD})
     assert [event.malformed_trace for event in telemetry.of(HttpDone)] == [True, False]
+
+
+async def test_a_client_that_hangs_up_with_its_whole_answer_has_not_left_early() -> None:
+    """It stops at a stop string: serving has still to hear of it when the client closes."""
+    telemetry, left = MemoryTelemetry(), asyncio.Event()
+    ask = client(saying("abcdef"), telemetry=telemetry)
+
+    async def sending(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            left.set()
+
+    body = {"model": "m", "prompt": "Hi", "stop": ["c"], "stream": True}
+    await ask("POST", "/v1/completions", body, hang_up=left, sending=sending)
+    (event,) = telemetry.of(RequestTraced)
+    assert event.status == 200
+    assert event.attributes["ai_engine.stop_matches"] == 1
+    assert event.attributes["gen_ai.usage.output_tokens"] == 3

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ai_engine.data.output import OutputPath
 from ai_engine.data.reasoning import find_tags
+from ai_engine.data.tools import FORMATS
 from ai_engine.ports.serving import TokenLogprob
 from ai_engine.ports.text import ReplyForm, TextDelta
 from tests.unit.data.test_tools import Cut, Read, accumulate, read
@@ -169,6 +170,40 @@ def test_entries_are_those_of_the_visible_text(parts: list[bytes], form: ReplyFo
         assert at or char == "\ufffd", (found.content, shown)
     if not found.calls and not found.reasoning and b"<think>" not in b"".join(parts) and path.stop is None:
         assert tokens == list(range(len(parts))) or form.inside_reasoning
+
+
+MESS = [CALL.decode(), *(mark.decode() for mark in MARKS), "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{}", "{", "}", "]"]
+MESS += [
+    '"name"',
+    '"arguments"',
+    '"parameters"',
+    '"function"',
+    '"f"',
+    '"',
+    ":",
+    ",",
+    ";",
+    "\\",
+    "\\u0041",
+    "\\ud83d",
+    "f",
+    "7",
+]
+MESS += ["null", " ", "\n", "\x01", "\u3000", "é", "<", "</", '{"name": "f"', '"arguments": {', '"{\\"a\\": 1}"']
+
+
+@settings(deadline=None, max_examples=400)  # the machine may be busy
+@given(st.lists(st.sampled_from(MESS), max_size=14), st.sampled_from(list(FORMATS)), st.data())
+def test_any_mess_reads_the_same_for_every_cut(parts: list[str], calls: str, choose: st.DataObject) -> None:
+    """In every format; and what is no call is there as it was written."""
+    text = "".join(parts)
+    data = text.encode()
+    whole = read(data, calls=calls, names=("f",))
+    cuts = choose.draw(st.lists(st.integers(0, len(data)), max_size=3))
+    for some in (range(1, len(data)), cuts):
+        assert read(data, some, calls=calls, names=("f",)) == whole
+    if not whole.calls:
+        assert whole.content == text
 
 
 def test_entries_of_an_answer_with_everything() -> None:

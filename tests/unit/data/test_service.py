@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -60,6 +61,24 @@ async def test_a_long_text_does_not_hold_up_short_ones(monkeypatch: pytest.Monke
     text.close()
 
 
+async def test_a_long_text_is_encoded_at_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On machines whose cores all compute steps, it would take its time slices from them."""
+    text = ModelText(open_model(TINY / "llama-tied").tokenizer())
+    encode = text.tokenizer.encode
+    seen: dict[bool, int] = {}
+
+    def note(source: str, **options: bool) -> Encoded:
+        seen[len(source) >= LONG_CHARS] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return encode(source, **options)
+
+    monkeypatch.setattr(text.tokenizer, "encode", note)
+    for source in ("short", "a" * LONG_CHARS):
+        await text.encode_prompt(source)
+    assert seen[True] == 19
+    assert seen[False] == os.getpriority(os.PRIO_PROCESS, 0), "short texts are somebody's first token"
+    text.close()
+
+
 async def test_both_formats_give_the_same_ids(tmp_path: Path) -> None:
     for name in ("llama-tied", "qwen2-tied", "llama3-rope"):
         write_tiny(name, tmp_path / "m.gguf")
@@ -72,5 +91,8 @@ async def test_both_formats_give_the_same_ids(tmp_path: Path) -> None:
         ):
             assert gguf.tokenizer.encode(sample) == folder.tokenizer.encode(sample)
             message = [{"role": "user", "content": sample}]
-            assert (await gguf.encode_chat(message)).ids == (await folder.encode_chat(message)).ids
+            encoded = await gguf.encode_chat(message)
+            assert encoded.ids == (await folder.encode_chat(message)).ids
+            assert encoded.stamps is not None
+            assert encoded.stamps[0] < encoded.stamps[1] < encoded.stamps[2], "begun, rendered, done"
         assert set(gguf.eos_ids) == set(folder.eos_ids)

@@ -222,6 +222,9 @@ def test_marks_count_as_control_tokens_too() -> None:
         ("[TOOL_CALLS]{{ x }}[ARGS]", "mistral-args"),
         ('<|start_header_id|> {"name": function name, "parameters": dictionary}', "llama3"),
         ("<|start_header_id|>", None),
+        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key>", None),
+        ("<tool_call>\n<function={{ name }}>", None),
+        ("<|start_header_id|> parameters <TOOLCALL>", None),
     ],
 )
 def test_formats_are_found_in_templates(source: str, name: str | None) -> None:

@@ -68,7 +68,6 @@ def samples(sink: Metrics) -> dict[str, float]:
                 "l3_kv_pool_used_pages": 30,
                 "l3_kv_pool_usage_ratio": 0.3,
                 "l3_kv_evict_pages_total": 4,
-                "l5_sched_preempt_total": 1,
             },
         ),
         (
@@ -104,12 +103,13 @@ def samples(sink: Metrics) -> dict[str, float]:
                 "l3_kv_prefix_hit_ratio": 0.8,
             },
         ),
+        (ev.SequencePreempted(3, "r", 0, "kv_pages", 70, 5, 1, 100), {"l5_sched_preempt_total{reason=kv_pages}": 1}),
         (
             ev.RequestRefused("server_overloaded"),
             {"l7_door_admission_rejections_total{reason=server_overloaded}": 1},
         ),
         (ev.RequestRefused('\n"made up"'), {"l7_door_admission_rejections_total{reason=other}": 1}),
-        (ev.MemorySet("kv", 4096), {"l3_model_memory_bytes{category=kv}": 4096, "l3_kv_pool_bytes": 4096}),
+        (ev.MemorySet("kv", 4096), {"l3_model_reserved_bytes{category=kv}": 4096, "l3_kv_pool_bytes": 4096}),
         (ev.MemorySet("weights", 7), {"l3_model_weights_bytes": 7}),
         (ev.PhaseDone("compile", 1.5), {"l6_ops_startup_phase_seconds{phase=compile}": 1.5}),
         (
@@ -223,6 +223,7 @@ def test_names_are_those_of_the_list_or_said_here() -> None:
 _OWN = """
     l1_host_process_pss_bytes l2_kernel_sampled_bytes_total l2_kernel_sampled_flops_total l2_team_late_passes_total
     l2_team_threads l2_team_wait_seconds l3_model_forward_host_seconds l3_model_memory_bytes
+    l3_model_reserved_bytes
     l4_text_tokenizer_wait_seconds l5_sched_step_prediction_error_ratio l6_cost_key_tokens_total
     l6_ops_log_lines_total l6_ops_log_suppressed_total l6_ops_telemetry_lost_events_total
     l6_ops_trace_exported_spans_total l6_ops_trace_failures_total l6_ops_trace_malformed_total

@@ -25,7 +25,7 @@ from ai_engine.ports.runtime import (
 )
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import Chunk, GenerateRequest, Usage
-from ai_engine.ports.telemetry import StepDone, TokenTimes
+from ai_engine.ports.telemetry import RequestScheduled, SequencePreempted, StepDone, TokenTimes
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.loop import Arrive, Cancel, StepLoop
 from ai_engine.serving.state import Group
@@ -253,6 +253,18 @@ def test_an_answer_may_end_among_accepted_guesses(params: dict[str, Any], given:
     assert len(steps) < 6, "the prompt's, two alone, and one with guesses"
 
 
+def test_a_queued_request_whose_client_left_never_runs() -> None:
+    rig = Rig(max_running=1)
+    for name in ("runs", "left", "stays"):
+        rig.submit(request(name, [1, 2], max_tokens=5, ignore_eos=True))
+    rig.once()
+    rig.loop.post(Cancel("left"))
+    rig.run()
+    assert rig.end("left").finish == "cancelled"
+    assert [event.request_id for event in rig.telemetry.of(RequestScheduled)] == ["runs", "stays"]
+    assert rig.tokens("left") == []
+
+
 def test_an_old_request_is_not_starved_by_a_stream_of_new_ones() -> None:
     rig = Rig(growth_tokens=0)
     rig.submit(request("old", list(range(600)), max_tokens=100, ignore_eos=True))
@@ -272,7 +284,12 @@ def test_a_preempted_sequence_resumes_before_the_queue_and_gives_the_same_tokens
     for r in (first, second, third):
         rig.submit(r)
     rig.run()
-    assert sum(event.preempted for event in rig.telemetry.of(StepDone)) >= 1
+    told = rig.telemetry.of(SequencePreempted)
+    assert len(told) == sum(event.preempted for event in rig.telemetry.of(StepDone)) >= 1
+    for event in told:
+        assert (event.request_id, event.reason, event.pages_total) == ("b", "kv_pages", 8)
+        assert event.computed_tokens >= 33 + event.output_tokens - 1 > 0
+        assert event.pages_free < 2
     for r in (first, second, third):
         assert rig.tokens(r.request_id) == rig.expected(r) or EOS in rig.expected(r)
     finished = [event.request_id for event in rig.telemetry.of(TokenTimes)]

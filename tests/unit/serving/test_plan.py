@@ -192,6 +192,16 @@ def test_alone_a_prompt_gets_a_longer_step() -> None:
     assert one.work[0].num_tokens > mixed.work[1].num_tokens
 
 
+def test_the_end_of_a_prompt_that_nearly_fits_is_not_left_for_another_step() -> None:
+    def chunk_of(left: int) -> int:
+        prompt = choice(2, 100, 100 - left)
+        return plan(state([choice(1, 9, 8), prompt], limits(max_step_tokens=512)), budget(1000))[0].work[1].num_tokens
+
+    fits = chunk_of(99)
+    assert 16 < fits < 90
+    assert [chunk_of(left) for left in (fits, fits + 8, fits + 9)] == [fits, fits + 8, fits]
+
+
 def test_a_prompt_advances_though_decodes_alone_are_over_the_target() -> None:
     s = state([choice(1, 100, 0), choice(2, 9, 8)], limits(), config=ServingConfig(step_target_s=1e-6))
     assert [w.num_tokens for w in plan(s, budget(1000))[0].work] == [1, 8]

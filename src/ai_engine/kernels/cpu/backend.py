@@ -286,6 +286,12 @@ class CpuKernels:
             held=(workspace, *blocks),
         )
 
+    def workspace_of(self, program: Program) -> tuple[int, int]:
+        """(address, bytes) of the memory that the program's slots share for intermediate values."""
+        assert isinstance(program, CpuProgram)
+        workspace = program.held[0]
+        return _address(workspace), workspace.nbytes
+
     def run(self, program: Program, batch: StepBatch) -> SampleOut:
         assert isinstance(program, CpuProgram)
         contexts = self._contexts
