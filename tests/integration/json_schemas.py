@@ -2,7 +2,8 @@
 
 Owns running them and the table by folder:
 
-    python -m tests.integration.json_schemas            runs all and writes docs/structured-output.md's table
+    python -m tests.integration.json_schemas            runs all, writes bench/results and docs/structured-output.md
+    python -m tests.integration.json_schemas --table    writes the page's table from the results that are there
 
 The schemas are read from ``AI_ENGINE_VECTORS/json-schemas``, else from beside the checkout; they have no licence that
 would let them into it. Each is one request: its title or description as the prompt, max_tokens 1,024, temperature 1,
@@ -171,7 +172,7 @@ def check(outcomes: Sequence[Outcome]) -> None:
 def table(outcomes: Sequence[Outcome]) -> str:
     """By folder, as Markdown."""
     rows = [
-        "| folder | schemas | accepted | ended by stop | of these valid | ended by length | no room | failed | tokens, median |",
+        "| folder | schemas | accepted | stop | of these valid | length | no room | failed | tokens, median |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     folders = sorted({one.folder for one in outcomes})
@@ -210,12 +211,14 @@ def main() -> None:
     from ai_engine.data.models import resolve
 
     files = list(enumerate(schema_files()))
-    step = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    outcomes = asyncio.run(run_all(resolve("smollm2"), files[::step], tell=True))
+    if sys.argv[1:] == ["--table"]:
+        outcomes = msgspec.json.decode(RESULTS.read_bytes(), type=list[Outcome])
+    else:
+        outcomes = asyncio.run(run_all(resolve("smollm2"), files, tell=True))
     print(table(outcomes))  # noqa: T201
-    if step == 1:
+    if sys.argv[1:] != ["--table"]:
         RESULTS.write_text(msgspec.json.format(msgspec.json.encode(outcomes), indent=1).decode() + "\n")
-        TABLE.write_text(written(TABLE.read_text(), outcomes))
+    TABLE.write_text(written(TABLE.read_text(), outcomes))
     check(outcomes)
 
 

@@ -5,12 +5,14 @@ Owns `response_format` (OpenAI's, with llama.cpp's shorter form), `structured_ou
 own what can be enforced: the worker compiles before it queues a request, and refuses.
 
 Choices: `strict` changes nothing, a schema is always enforced as it stands (`additionalProperties` is what it says).
-One constraint per request. With tools that the model may call, `response_format` is refused, for one of them would
-have to be broken; where a call is required, the call's grammar counts. A grammar with "::=" is GBNF, any other Lark.
+One constraint per request. With tools that the model may call, the answer is JSON as asked for or calls (a constraint
+that is not JSON is refused there); where a call is required, the call's grammar counts. A grammar with "::=" is GBNF,
+any other Lark.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -30,7 +32,9 @@ from ai_engine.contracts.fields import (
     Unused,
     show,
 )
-from ai_engine.ports.errors import InvalidValue, UnsupportedParameter
+from ai_engine.contracts.json_schema import json_block, lowered
+from ai_engine.contracts.json_text import decode_json
+from ai_engine.ports.errors import InvalidJson, InvalidJsonSchema, InvalidValue, UnsupportedParameter
 from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.text import ReplyForm
 
@@ -205,18 +209,41 @@ def constraint_of(got: dict[str, Any]) -> Constraint | None:
     return constraint
 
 
+def hints(constraint: Constraint | None, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A warning where a model was not told that it is to write JSON: it then writes an object of nothing much."""
+    if constraint is None or constraint.kind != "json_object":
+        return []
+    told = any("json" in str(message.get("content", "")).lower() for message in messages)
+    return [] if told else [f"{constraint.param}: no message says JSON. Fix: say which object you want."]
+
+
 def with_form(constraint: Constraint | None, form: ReplyForm, *, must_call: bool) -> Constraint | None:
-    """The constraint of an answer of that form: after its reasoning part; a required call's own. Raises
-    UnsupportedParameter where functions may be called, or not, as the model likes."""
+    """The constraint of an answer of that form: after its reasoning part; a required call's own; JSON or calls where
+    functions may be called. Raises UnsupportedParameter for another constraint there, InvalidJsonSchema."""
     if constraint is None or must_call:
         return form.constraint
     if form.calls:
-        raise UnsupportedParameter(
-            f"{constraint.param}: not together with tools that the model may call or not. Fix: set tool_choice to "
-            "none or required, or leave one out.",
-            param=constraint.param,
-        )
+        constraint = _or_calls(constraint, form)
     if form.reasoning is None:
         return constraint
     opens, closes = form.reasoning
     return msgspec.structs.replace(constraint, after=closes, opens="" if form.inside_reasoning else opens)
+
+
+def _or_calls(constraint: Constraint, form: ReplyForm) -> Constraint:
+    """What was asked for, or calls and nothing else."""
+    if constraint.kind not in ("json_object", "json_schema"):
+        raise UnsupportedParameter(
+            f"{constraint.param}: only JSON goes together with tools that the model may call or not. Fix: set "
+            "tool_choice to none or required, or leave one out.",
+            param=constraint.param,
+        )
+    try:
+        schema = decode_json(constraint.text.encode()) if constraint.kind == "json_schema" else {"type": "object"}
+    except InvalidJson as error:
+        raise InvalidJsonSchema(
+            f"{constraint.param}: the schema is not JSON: {error}", param=constraint.param
+        ) from error
+    block = json_block(lowered(schema, constraint.param))
+    text = f"start: answer | asked\nasked: {block}\n{form.call_rules}"
+    return Constraint(kind="lark", text=text, param=constraint.param)

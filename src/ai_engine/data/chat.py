@@ -18,7 +18,7 @@ import msgspec
 
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
-from ai_engine.data.tool_grammar import constraint_of
+from ai_engine.data.tool_grammar import constraint_of, rules_of_calls
 from ai_engine.data.tool_prompt import (
     functions_for_template,
     is_allowed,
@@ -91,11 +91,15 @@ def encode_chat(
     stamps = begun_s, rendered_s, now_s()
     form = ReplyForm(reasoning=template.tags, inside_reasoning=inside, warnings=warnings)
     if offered:
+
+        def token_of(text: str) -> int | None:
+            return _control_token(tokenizer, text)
+
         constraint = constraint_of(
             template.calls,
             tools or (),
             tool_choice,
-            token_of=lambda text: _control_token(tokenizer, text),
+            token_of=token_of,
             tags=None if over else template.tags,
             inside=inside,
         )
@@ -106,6 +110,7 @@ def encode_chat(
             names=(tool_choice.only,) if tool_choice.only else tuple(names),
             one_call=bool(tool_choice.only) or not tool_choice.parallel,
             constraint=constraint,
+            call_rules=rules_of_calls(template.calls, tools or (), tool_choice, token_of),
         )
     return Encoded(ids, form, stamps)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ai_engine.contracts.json_schema import json_block, lowered
-from ai_engine.data.tool_prompt import NO_PARAMETERS, around, is_allowed
+from ai_engine.data.tool_prompt import NO_PARAMETERS, is_allowed
 from ai_engine.data.tools import CallFormat
 from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.text import ToolChoice
@@ -39,20 +39,23 @@ def constraint_of(
     """None when nothing is to be enforced. ``token_of`` is the control token with a text, if there is one; ``tags``
     the reasoning part that may come, ``inside`` if it has begun. Raises InvalidJsonSchema naming the function."""
     must = choice.mode == "required"
-    offered = [
-        (index, tool["function"])
-        for index, tool in enumerate(tools)
-        if choice.only in ("", tool["function"].get("name", "")) and is_allowed(tool, choice)
-    ]
-    if not must and not any(function.get("strict") for _, function in offered):
+    if not must and not any(tool["function"].get("strict") for tool in tools if is_allowed(tool, choice)):
         return None
-    rules = _Rules(form, token_of)
-    for index, function in offered:
-        rules.add_function(function.get("name", ""), _schema(function, index, must))
-    calls = rules.calls(1 if choice.only or not choice.parallel else MAX_CALLS) if must else rules.text_and_calls()
-    text = "\n".join(["start: answer", *calls, *rules.lines]) + "\n"
+    rules = _Rules(form, token_of, tools, choice)
+    text = "\n".join(["start: answer", *(rules.calls() if must else rules.text_and_calls()), *rules.lines]) + "\n"
     after, opens = ("", "") if tags is None else (tags[1], "" if inside else tags[0])
     return Constraint(kind="lark", text=text, after=after, opens=opens, param="tools")
+
+
+def rules_of_calls(
+    form: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    token_of: Callable[[str], int | None],
+) -> str:
+    """Rules of Lark whose ``answer`` is nothing but calls, for a grammar of calls or something else."""
+    rules = _Rules(form, token_of, tools, choice)
+    return "\n".join([*rules.calls(), *rules.lines]) + "\n"
 
 
 def _schema(function: Mapping[str, Any], index: int, must: bool) -> dict[str, Any]:
@@ -66,22 +69,42 @@ def _schema(function: Mapping[str, Any], index: int, must: bool) -> dict[str, An
 
 
 class _Rules:
-    def __init__(self, form: CallFormat, token_of: Callable[[str], int | None]) -> None:
+    """``lines`` are the rules of the functions offered. An object's parts are the compiler's own for JSON Schema, one
+    by one: its lexer takes the longest part, so a call spelled as one would hide other JSON that begins like it."""
+
+    def __init__(
+        self,
+        form: CallFormat,
+        token_of: Callable[[str], int | None],
+        tools: Sequence[Mapping[str, Any]],
+        choice: ToolChoice,
+    ) -> None:
         self._form = form
         self._token_of = token_of
+        self._at_most = 1 if choice.only or not choice.parallel else MAX_CALLS
         self._names: list[str] = []
-        self.lines: list[str] = []
+        self.lines = [] if form.named else ["COLON: /:[ ]?/", "COMMA: /,[ ]?/"]
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            name = function.get("name", "")
+            if choice.only in ("", name) and is_allowed(tool, choice):
+                self._add_function(name, _schema(function, index, choice.mode == "required"))
 
-    def add_function(self, name: str, schema: dict[str, Any]) -> None:
-        index = len(self._names)
-        before, after = around(self._form, name)
-        parts = [self._quoted(before), f"args_{index}", *([json.dumps(after)] if after else [])]
+    def _add_function(self, name: str, schema: dict[str, Any]) -> None:
+        index, form = len(self._names), self._form
+        args = f"args_{index}"
+        if form.named:
+            parts = [json.dumps(name), self._literal(form.named), args]
+        else:
+            space = ['"\\n"'] if form.end and not form.bare else []
+            before = ['"{"', _key("name"), "COLON", _key(name), "COMMA", _key(form.arguments), "COLON"]
+            parts = [*space, *before, args, '"}"', *space]
         self._names.append(f"call_{index}")
-        self.lines += [f"call_{index}: {' '.join(parts)}", f"args_{index}: {json_block(schema)}"]
+        self.lines += [f"call_{index}: {' '.join(parts)}", f"{args}: {json_block(schema)}"]
 
-    def calls(self, at_most: int) -> list[str]:
+    def calls(self) -> list[str]:
         """Nothing but calls."""
-        form = self._form
+        form, at_most = self._form, self._at_most
         call = "one" if form.bare or form.listed else self._marked()
         between = f"{json.dumps(form.between)} " if form.between else ""
         calls = f"call ({between}call){{0,{at_most - 1}}}" if at_most > 1 else "call"
@@ -94,7 +117,7 @@ class _Rules:
         form, mark = self._form, _regex(self._form.begin)
         no_mark = f"~/(.|\\n)*{mark}(.|\\n)*/"
         if form.bare:
-            answer, _, one = self.calls(MAX_CALLS)
+            answer, _, one = self.calls()
             return [f"{answer} | TEXT", "call: one", one, rf"TEXT: /\s*([^\s\[{{](.|\n)*)?/ & {no_mark}"]
         call = "one" if not form.listed else f'" [" one (", " one){{0,{MAX_CALLS - 1}}} "]"'
         end = f" {self._literal(form.end)}" if form.end else ""
@@ -110,17 +133,14 @@ class _Rules:
         form = self._form
         return " ".join(filter(None, (self._literal(form.begin), "one", form.end and self._literal(form.end))))
 
-    def _quoted(self, text: str) -> str:
-        """Text in which the format's own marks are tokens where the vocabulary has them."""
-        mark = self._form.named
-        if not mark or self._token_of(mark) is None:
-            return json.dumps(text)
-        before, _, after = text.partition(mark)
-        return " ".join([json.dumps(before), self._literal(mark), *([json.dumps(after)] if after else [])])
-
     def _literal(self, text: str) -> str:
         token = self._token_of(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _key(text: str) -> str:
+    """A JSON string as a literal of Lark."""
+    return json.dumps(json.dumps(text))
 
 
 def _regex(text: str) -> str:

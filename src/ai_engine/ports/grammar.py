@@ -71,6 +71,11 @@ class Grammar(Protocol):
 class Grammars(Protocol):
     """Implementation: data.grammar (llguidance). Thread-safe."""
 
+    @property
+    def nbytes(self) -> int:
+        """About the memory that it holds: the vocabulary, once the first constraint has come."""
+        ...
+
     def compile(self, constraint: Constraint) -> Grammar:
         """Bounded in time and memory. Raises InvalidRequest (code invalid_json_schema, unsupported_parameter) naming
         ``constraint.param`` and the keyword."""

@@ -120,7 +120,7 @@ class TokenTimes(msgspec.Struct, frozen=True, tag="tokens", array_like=True):
 
 
 class MemorySet(msgspec.Struct, frozen=True, tag="memory", array_like=True):
-    """Bytes by category: weights, kv, activations, workspace."""
+    """Bytes by category: weights, kv, activations, workspace, grammars."""
 
     category: str
     nbytes: int

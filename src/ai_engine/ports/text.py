@@ -39,6 +39,7 @@ class ReplyForm(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()  # the functions that may be called
     one_call: bool = False  # the answer ends with its first complete call
     constraint: Constraint | None = None  # what makes the answer a call
+    call_rules: str = ""  # rules of Lark whose ``answer`` is calls alone, for an answer that is calls or something else
     warnings: tuple[str, ...] = ()  # what was asked for and this model cannot do
 
 

@@ -23,6 +23,10 @@ class Compilers:
         self._threads = ThreadPoolExecutor(config.compile_threads, thread_name_prefix="compile-grammar")
         self._waiting = 0
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._grammars is None else self._grammars.nbytes
+
     async def compile(self, request: GenerateRequest) -> Grammar | None:
         """The request's grammar; None when it has no constraint. Raises InvalidJsonSchema, UnsupportedParameter,
         Overloaded, or InvalidValue when ``max_tokens`` cannot hold the shortest answer."""

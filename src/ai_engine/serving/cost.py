@@ -16,7 +16,7 @@ import msgspec
 
 _UNITS: Final = (1.0, 64.0, 16.0, 65536.0, 4096.0)  # one, rows, logits rows, attended, context: features near 1
 _DRIFT: Final = 1e-8  # variance that a weight gains per step
-_MAX_VARIANCE: Final = 0.01
+_MAX_VARIANCE: Final = (0.01, 0.01, 0.001, 0.01, 0.01)  # s^2; at the start, and never more
 _NOISE: Final = 1e-6  # variance of a step's time around the model, s^2, at 20 ms; grows with its square
 _OUTLIER: Final = 3.0  # residuals are cut at this multiple of the typical one
 _BENT_ROWS: Final = 32
@@ -61,7 +61,7 @@ class CostModel:
     def __init__(self, prior: Weights) -> None:
         self._weights = list(prior)
         size = len(_UNITS)
-        self._cov = [[_MAX_VARIANCE if i == j else 0.0 for j in range(size)] for i in range(size)]
+        self._cov = [[_MAX_VARIANCE[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
         self._bend_s = [0.0] * (_BENT_ROWS + 1)
         self._typical_s = 0.0  # smoothed absolute residual; 0: nothing seen
         self._seen = 0
@@ -109,7 +109,7 @@ class CostModel:
             row = self._cov[i]
             for j in size:
                 row[j] -= gain * spread[j]
-            row[i] = min(row[i] + _DRIFT, _MAX_VARIANCE)
+            row[i] = min(row[i] + _DRIFT, _MAX_VARIANCE[i])
         self._keep_positive()
         if load.rows == load.logit_rows and load.rows <= _BENT_ROWS and self._seen >= 16:
             self._bend_s = [bend * _BEND_MEMORY for bend in self._bend_s]  # what is not seen again is doubted

@@ -16,6 +16,8 @@ from ai_engine.serving.cost import Load, attended
 from ai_engine.serving.state import Choice, State
 
 _MIN_GAIN: Final = 1.03  # guesses must promise this much more than none
+_PROBE_STEPS: Final = 64
+_PROBE_GUESSES: Final = 3
 _STRETCH: Final = 1.3  # a short prompt, or the end of one, may take so much of the target
 _MIN_CHANCE: Final = 0.05  # a guess less likely than this is not worth looking at
 
@@ -191,12 +193,13 @@ def _most_guesses(state: State, ledger: Ledger, choice: Choice) -> int:
 
 def _worthwhile(state: State, ledger: Ledger, choice: Choice, most: int) -> int:
     """The number of guesses that gives the step the most useful rows per second: certain ones, and guesses by their
-    chance to be right. 0 unless they give clearly more than none."""
+    chance to be right. 0 unless they give clearly more than none; but now and then a few likely ones are tried all the
+    same, since what a row more costs is only learned from steps that have one."""
     assert choice.lookup is not None
     cost, rows, step_s = state.cost, ledger.load.rows, state.cost.predict_s(ledger.load)
     row_s, bend_s = cost.row_s(choice.computed + 1, samples=True), cost.bend_s(rows, ledger.load.logit_rows)
     best, best_rate = 0, _MIN_GAIN * rows / max(step_s, 1e-9)
-    useful, chance = float(rows), 1.0
+    useful, chance, probe = float(rows), 1.0, 0
     for count in range(1, most + 1):
         chance *= choice.lookup.chance(count - 1)
         useful += chance
@@ -205,7 +208,9 @@ def _worthwhile(state: State, ledger: Ledger, choice: Choice, most: int) -> int:
             break
         if useful / seconds > best_rate:
             best, best_rate = count, useful / seconds
-    return best
+        if state.step % _PROBE_STEPS == 0 and best == 0 and count <= _PROBE_GUESSES and chance >= 0.5:
+            probe = count
+    return best or probe
 
 
 Stage = Callable[[State, Ledger], None]

@@ -56,6 +56,7 @@ class Service:
             runtime, self._deliver, config=self._config, clock=self._clock, telemetry=telemetry, eos_ids=eos_ids
         )
         self._compilers = Compilers(grammars, self._config)
+        self._grammar_bytes = 0
         self._buffers: dict[str, ChunkBuffer] = {}
         self._events: asyncio.AbstractEventLoop | None = None
         self._watchdog = Watchdog(self.loop, self._clock, self._config, self._fail_stuck)
@@ -73,6 +74,13 @@ class Service:
             self._telemetry.emit(MemorySet(category, getattr(memory, category)))
         self.loop.start()
         self._watching = asyncio.create_task(self._watchdog.watch())
+
+    def _tell_memory(self) -> None:
+        """Of the vocabulary, when the first constraint has loaded it."""
+        nbytes = self._compilers.nbytes
+        if nbytes != self._grammar_bytes:
+            self._grammar_bytes = nbytes
+            self._telemetry.emit(MemorySet("grammars", nbytes))
 
     async def close(self) -> None:
         """Stop the step loop; what is open fails with shutting_down. Does not close the runtime."""
@@ -92,6 +100,7 @@ class Service:
             self._check_request(request)
             grammar = await self._compilers.compile(request)
             if grammar is not None:  # that took time
+                self._tell_memory()
                 self._check_admission(expected)
                 self._check_request(request)
         except AiEngineError as error:

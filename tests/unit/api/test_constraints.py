@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ai_engine.api.constraints import with_form
-from ai_engine.ports.errors import UnsupportedParameter
+from ai_engine.ports.errors import InvalidJsonSchema, UnsupportedParameter
 from ai_engine.ports.grammar import Constraint
 from ai_engine.ports.text import ReplyForm
 from ai_engine.testing import ScriptedServing
@@ -80,6 +80,13 @@ async def test_bad_fields_name_themselves(fields: dict[str, Any], param: str, wo
     assert words in error["message"]
 
 
+async def test_a_model_that_is_not_told_of_json_gets_a_warning() -> None:
+    for words, warned in (("Give me JSON", False), ("Give me an object", True)):
+        message = {"role": "user", "content": words}
+        reply = await client().chat(messages=[message], response_format={"type": "json_object"})
+        assert ("response_format: no message says JSON" in str(json.loads(reply.body).get("warnings"))) == warned
+
+
 def test_a_constraint_begins_after_the_reasoning_part_and_gives_way_to_a_required_call() -> None:
     asked = Constraint(kind="json_object")
     call = Constraint(kind="lark", text="start: call")
@@ -91,6 +98,18 @@ def test_a_constraint_begins_after_the_reasoning_part_and_gives_way_to_a_require
     assert begun == Constraint(kind="json_object", after="</think>")
     assert with_form(asked, ReplyForm(calls="hermes", constraint=call), must_call=True) == call
     assert with_form(None, ReplyForm(calls="hermes", constraint=call), must_call=False) == call
-    for constraint in (None, call):  # a call that may come or not, enforced or not
+
+
+def test_json_may_go_together_with_calls() -> None:
+    form = ReplyForm(calls="hermes", call_rules="answer: call\n", reasoning=("<think>", "</think>"))
+    made = with_form(Constraint(kind="json_object"), form, must_call=False)
+    assert made is not None
+    assert (made.kind, made.opens, made.after, made.param) == ("lark", "<think>", "</think>", "response_format")
+    assert made.text.startswith("start: answer | asked\nasked: %json {")
+    assert made.text.endswith("answer: call\n")
+    for other in (Constraint(kind="regex", text="a"), Constraint(kind="lark", text="start: /a/")):
         with pytest.raises(UnsupportedParameter, match="tool_choice"):
-            with_form(asked, ReplyForm(calls="hermes", constraint=constraint), must_call=False)
+            with_form(other, form, must_call=False)
+    for text, words in (('{"extends": {}}', "extends"), ("{", "not JSON")):
+        with pytest.raises(InvalidJsonSchema, match=words):
+            with_form(Constraint(kind="json_schema", text=text), form, must_call=False)

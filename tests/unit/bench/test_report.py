@@ -13,15 +13,18 @@ import pytest
 
 from ai_engine.bench import svg
 from ai_engine.bench.ceilings import measure, thread_counts
+from ai_engine.bench.client import Answer
 from ai_engine.bench.compare import MUSTS, asked_for, meets
 from ai_engine.bench.engine import share_of_limit
 from ai_engine.bench.host import LoadWatch, identity, machine_cpu
 from ai_engine.bench.kernels import greedy, step_batch
 from ai_engine.bench.llamacpp import TOOLS, LlamaCpp, build_fraction, explicit_flags, find, server_flags
+from ai_engine.bench.load import Run
 from ai_engine.bench.options import COMMANDS, add_bench, run_bench
 from ai_engine.bench.report import Deadline, Report, file_name, plain, table
 from ai_engine.bench.serve import check
 from ai_engine.bench.stats import Interval
+from ai_engine.bench.versus import rows_of
 from ai_engine.bench.workloads import SHAPES, Prompts
 from ai_engine.hardware.ceilings import Ceilings, load_ceilings, save_ceilings
 from ai_engine.hardware.machine import read_machine
@@ -285,6 +288,31 @@ def test_requantising_leaves_no_half_file(tmp_path: Path) -> None:
     fake_tool(tmp_path, "llama-quantize", 'cp "$2" "$3"')
     LlamaCpp(tmp_path).quantize(source, target)
     assert target.read_bytes() == b"weights"
+
+
+def answers(gap_s: float, first_s: float) -> list[Answer]:
+    times = [first_s + gap_s * i for i in range(40)]
+    return [Answer(ended_s=times[-1], texts_s=times, prompt_tokens=1, completion_tokens=40) for _ in range(32)]
+
+
+def test_rows_of_two_servers() -> None:
+    """Twice as fast in every respect; tails appear with enough samples only, and only for many streams."""
+    runs = {
+        "ours": [Run(answers(0.010, 0.05), 0.0, 2.0, cpu_s=1.0) for _ in range(7)],
+        "llama.cpp": [Run(answers(0.020, 0.10), 0.0, 4.0, cpu_s=3.0) for _ in range(7)],
+    }
+    rows = rows_of("streams", {"runs": runs}, 3.0)
+    assert {name: round(row["ratio"].value, 3) for name, row in rows.items()} == {
+        "streams: tokens/s": 2.0, "streams: ttft p95 ms": 0.5, "streams: gap p99 ms": 0.5,
+        "streams: CPU s/1k tokens": 0.333,
+    }  # fmt: skip
+    assert rows["streams: tokens/s"]["must"] == 3.0
+    assert rows["streams: gap p99 ms"]["at_most"]
+    few = {side: each[:6] for side, each in runs.items()}  # 192 answers: no p95
+    assert list(rows_of("streams", {"runs": few}, None)) == [
+        "streams: tokens/s", "streams: gap p99 ms", "streams: CPU s/1k tokens"
+    ]  # fmt: skip
+    assert list(rows_of("single", {"runs": runs}, None)) == ["single: tokens/s", "single: CPU s/1k tokens"]
 
 
 # --- words

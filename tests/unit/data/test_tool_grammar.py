@@ -11,10 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 
+from ai_engine.api.constraints import with_form
 from ai_engine.data.grammar import LlGrammars
 from ai_engine.data.output import OutputPath
 from ai_engine.data.tokenizer import TokenPieces
-from ai_engine.data.tool_grammar import MAX_CALLS, constraint_of
+from ai_engine.data.tool_grammar import MAX_CALLS, constraint_of, rules_of_calls
 from ai_engine.data.tool_prompt import write_calls
 from ai_engine.data.tools import FORMATS
 from ai_engine.ports.errors import InvalidJsonSchema
@@ -149,6 +150,37 @@ def test_strict_functions_hold_when_the_model_may_choose(form: str, with_marks: 
         for name, arguments in read(wander(made, with_marks, rng), form).calls:
             loose = {"type": "object"}  # what is not strict may be any object
             jsonschema.validate(json.loads(arguments), SCHEMAS[name] if name == "get_weather" else loose)
+
+
+@pytest.mark.parametrize("with_marks", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_json_as_asked_for_or_calls(form: str, with_marks: bool) -> None:
+    """Also of a schema whose objects begin like a call."""
+    strict = [TOOLS[0], {"type": "function", "function": {"name": "get_time", "strict": True}}]
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    rules = rules_of_calls(FORMATS[form], strict, ToolChoice(), lambda text: token_of(with_marks, text))
+    asked = Constraint(kind="json_schema", text=json.dumps(schema))
+    made = with_form(asked, ReplyForm(calls=form, call_rules=rules), must_call=False)
+    assert made is not None
+    for text in ('{"name": "Ada", "age": 3}', '{"name": "get_weather", "age": 3}', '{"name": "get_we", "age": 3}'):
+        assert is_allowed(text, made, with_marks), text
+        assert read(text.encode(), form) == Read(text, ())
+    assert is_allowed(write_calls(FORMATS[form], [("get_weather", '{"city": "Oslo"}')]), made, with_marks)
+    assert not is_allowed("Hello", made, with_marks)
+    assert not is_allowed(write_calls(FORMATS[form], [("get_weather", "{}")]), made, with_marks)
+    rng = random.Random(form)
+    for _ in range(8):
+        found = read(wander(made, with_marks, rng), form)
+        assert bool(found.calls) != bool(found.content)
+        if found.content:
+            jsonschema.validate(json.loads(found.content), schema)
+        for name, arguments in found.calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
 @pytest.mark.parametrize("form", FORMATS)

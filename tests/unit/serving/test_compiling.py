@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from ai_engine.ports.errors import InvalidJsonSchema, InvalidValue, Overloaded, UnsupportedParameter
 from ai_engine.ports.grammar import Constraint, Grammar, Matcher
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import GenerateRequest
+from ai_engine.ports.telemetry import MemorySet
 from ai_engine.serving.compiling import Compilers
 from ai_engine.serving.config import ServingConfig
 from ai_engine.serving.service import Service
@@ -29,6 +31,8 @@ class FakeGrammar:
 
 class FakeGrammars:
     """Implements ports.grammar.Grammars: what ``act`` does."""
+
+    nbytes = 1000
 
     def __init__(self, act: Callable[[Constraint], Grammar]) -> None:
         self.compile = act
@@ -79,6 +83,18 @@ async def test_the_deadline_refuses_and_a_full_queue_is_an_overload() -> None:
             break
     assert await compilers.compile(request(ASKED)) is not None
     compilers.close()
+
+
+async def test_the_vocabulary_is_counted_when_it_is_there() -> None:
+    telemetry = MemoryTelemetry()
+    service = Service(FakeRuntime(), telemetry=telemetry, grammars=FakeGrammars(lambda constraint: FakeGrammar(1)))
+    await service.start()
+    for number in range(2):
+        async for _ in await service.submit(msgspec.structs.replace(request(ASKED), request_id=str(number))):
+            pass
+    await service.close()
+    assert [e for e in telemetry.events if isinstance(e, MemorySet)][-1:] == [MemorySet("grammars", 1000)]
+    assert sum(isinstance(e, MemorySet) and e.category == "grammars" for e in telemetry.events) == 1
 
 
 async def test_the_service_refuses_before_it_queues() -> None:

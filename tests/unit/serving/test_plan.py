@@ -162,8 +162,22 @@ def test_in_a_full_batch_a_guess_has_to_be_as_useful_as_a_row_of_the_others() ->
     alone = state([guessing(choice(1, 9, 8), range(15), match=2)], limits(max_logit_rows=64))
     crowd = [guessing(choice(1, 9, 8), range(15), match=2), *(choice(n, 9, 8) for n in range(2, 33))]
     full = state(crowd, limits(64, 32, 64))
+    alone.step = full.step = 1
     assert plan(alone, budget(1000))[0].work[0].draft
     assert not plan(full, budget(1000))[0].work[0].draft
+
+
+def test_likely_guesses_are_tried_now_and_then_though_they_seem_too_dear() -> None:
+    """A model that has only ever seen one row a step may believe that the next row costs as much again."""
+    s = state([guessing(choice(1, 9, 8), range(15))], limits(max_logit_rows=32))
+    s.cost = CostModel((0.0, 0.064, 0.090, 0.0, 0.0))
+    tried = []
+    for s.step in range(1, 129):
+        tried.append(len(plan(s, budget(1000))[0].work[0].draft))
+    assert [step for step, guesses in enumerate(tried, 1) if guesses] == [64, 128]
+    assert max(tried) == 3
+    guessing(s.running[0], range(15), match=2)
+    assert plan(s, budget(1000))[0].work[0].draft == (0,), "of the doubtful ones no more than one"
 
 
 def test_guesses_stop_at_the_context_and_at_the_pages() -> None:
