@@ -67,8 +67,8 @@ def test_rows_are_views_of_the_stored_bytes(dtype: DType, tmp_path: Path) -> Non
     assert not rows.flags.owndata
     assert not rows.flags.writeable
     wanted = tensors["blk.0.ffn_up.weight"][1][3:9]
-    scale = np.abs(wanted).max()
-    assert np.abs(dequantize(rows, dtype.value).reshape(6, 256) - wanted).max() < 0.15 * scale
+    step = 0.26 if dtype is DType.Q3_K else 0.15  # of three bits the largest value is clipped by a whole step
+    assert np.abs(dequantize(rows, dtype.value).reshape(6, 256) - wanted).max() < step * np.abs(wanted).max()
     norm = model.read("output_norm.weight")
     assert norm.shape == (1, 256 * 4)
     assert np.array_equal(norm.view("<f4")[0], tensors["output_norm.weight"][1])
