@@ -108,7 +108,7 @@ class WorkerProcess:
             [sys.executable, "-m", "ai_engine.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C goes to the gateway alone
+            process_group=0,  # Ctrl-C goes to the gateway alone; one session, so that priorities compare (autogroup)
         )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

@@ -7,11 +7,12 @@ calls functions by a script.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
 from anthropic import Anthropic
+from pydantic import BaseModel
 
 from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.errors import (
@@ -219,3 +220,34 @@ def test_a_failure_in_the_stream_is_raised_too() -> None:
                 pass
     finally:
         server.stop()
+
+
+# --- what the worker enforces: the real engine ---
+
+
+class Place(BaseModel):
+    """The client takes bounds out of the schemas it sends, so this has none that it could."""
+
+    kind: Literal["beach", "harbour"]
+    warm: bool
+
+
+@pytest.mark.integration
+def test_a_pydantic_answer_and_a_required_call_on_the_engine(request: pytest.FixtureRequest) -> None:
+    asked: list[Any] = [{"role": "user", "content": "Name a place by the sea."}]
+    with connect(request.getfixturevalue("server").url) as client:
+        done = client.messages.parse(
+            model="smollm2", max_tokens=80, messages=asked, output_format=Place, extra_body={"temperature": 0}
+        )
+        assert isinstance(done.parsed_output, Place)
+        called = client.messages.create(
+            model="smollm2",
+            max_tokens=80,
+            messages=asked,
+            tools=[{"name": "visit", "input_schema": Place.model_json_schema(), "strict": True}],
+            tool_choice={"type": "tool", "name": "visit"},
+            extra_body={"temperature": 0},
+        )
+    [call] = [block for block in called.content if block.type == "tool_use"]
+    assert (call.name, called.stop_reason) == ("visit", "tool_use")
+    assert Place.model_validate(call.input)

@@ -64,23 +64,23 @@ def log_of(server: Server, event: str, trace_id: str) -> list[dict[str, Any]]:
 
 async def test_the_categories_of_memory_add_up_to_the_process(server: Server) -> None:
     """Within 5 % of the proportional set size that the kernel tells, while requests hold pages."""
-    running = [asyncio.create_task(ask(server, completion(4000, prompt=[n + 3] * 200))) for n in range(6)]
-    await asyncio.sleep(0.3)
+    long = [completion(4000, prompt=[n + 3] * 200, stream=True) for n in range(6)]
+    running = [await send(server.url, "/v1/completions", body) for body in long]
+    await asyncio.gather(*[exchange.head() for exchange in running])
     name = "ai_engine_l3_model_memory_bytes"
     found = {key: value for key, value in (await metrics(server.url)).items() if key.startswith(name)}
     worker = max(server.pids(), key=pss_bytes)
     whole = pss_bytes(worker)
     categories = {key.split('"')[1] for key in found}
     assert categories >= {
-        "weights", "activations", "workspace", "kv in use", "kv cached", "kv fragmentation", "kv free", "code", "shared",
-        "heap",
+        "weights", "activations", "workspace", "kv in use", "kv cached", "kv fragmentation", "kv free", "code",
+        "shared", "heap",
     }  # fmt: skip
     assert sum(found.values()) == pytest.approx(whole, rel=0.05)
     assert sum(memory_by_category(worker, {}).values()) == pytest.approx(whole, rel=0.05)
     assert found[f'{name}{{category="weights"}}'] > 1e6
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    for exchange in running:
+        exchange.abort()
 
 
 async def test_a_token_line_names_the_step_and_the_trace(server: Server) -> None:

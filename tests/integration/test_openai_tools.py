@@ -39,6 +39,14 @@ TIME: Any = {"type": "function", "function": {"name": "get_time", "description":
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Oslo in the next three days?"}]
 
 
+ANSWER = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "sure": {"type": "boolean"}},
+    "required": ["name", "sure"],
+    "additionalProperties": False,
+}
+
+
 class Weather(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     city: str
@@ -183,3 +191,25 @@ def test_a_schema_that_cannot_be_enforced_is_refused(smollm2_client: OpenAI) -> 
         smollm2_client.chat.completions.create(model="smollm2", messages=ASK, tools=[tool], tool_choice="required")
     assert refused.value.code == "invalid_json_schema"
     assert "not" in refused.value.message
+
+
+@pytest.mark.integration
+def test_json_as_asked_for_or_calls(smollm2_client: OpenAI) -> None:
+    """With both, whatever the model chooses can be used."""
+    answer: Any = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": ANSWER}}
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    for seed, text in enumerate(("What is the weather in Rome?", "Who wrote Hamlet? Answer in JSON.")):
+        choice: Any = smollm2_client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": text}],
+            tools=[strict],
+            response_format=answer,
+            seed=seed,
+            max_tokens=200,
+        ).choices[0]
+        if choice.message.tool_calls:
+            assert choice.message.content is None
+            for call in choice.message.tool_calls:
+                Weather.model_validate_json(call.function.arguments)
+        else:
+            assert json.loads(choice.message.content).keys() == {"name", "sure"}
