@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -106,3 +109,16 @@ def test_whom_it_may_answer() -> None:
         history_start=[0] * 9 + [2], history_token=[1, 2], history_count=[1, 1],
     )  # fmt: skip
     assert screen.screenable(batch).tolist() == [True, False, False, True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_compiles_for_every_target(target: str) -> None:
+    """In a child process: an instruction that LLVM cannot select aborts."""
+    code = (
+        "from ai_engine.kernels.cpu import build, lang, matmul, screen; "
+        "views = [d for d in matmul.KERNELS if d.name.endswith(('split', 'screen'))]; "
+        f"print(build.assembly([*views, *screen.KERNELS], lang.TARGETS[{target!r}]).count('refine_head'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 0
