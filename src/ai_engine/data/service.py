@@ -30,7 +30,7 @@ from ai_engine.ports.text import ANY_CALL, TEXT_ONLY, Encoded, ReplyForm, ToolCh
 LONG_CHARS: Final = 1 << 16
 """Texts from here on, which take 50 ms or more, have a thread of their own."""
 LONG_NICENESS: Final = 10
-"""Of that thread: a tenth of a core that computes steps too. At 19, a seventieth, half a megabyte would take minutes."""
+"""Of that thread: a tenth of a core that computes steps too; at 19 it would be a seventieth."""
 
 
 class ModelText:
