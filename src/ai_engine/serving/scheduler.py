@@ -201,7 +201,8 @@ def _worthwhile(state: State, ledger: Ledger, choice: Choice, most: int) -> int:
     row_s, bend_s = cost.row_s(choice.computed + 1, samples=True), cost.bend_s(rows, ledger.load.logit_rows)
     best, best_rate = 0, _MIN_GAIN * rows / max(step_s, 1e-9)
     useful, chance, probe = float(rows), 1.0, 0
-    least = max(_MIN_CHANCE, _HOPELESS * best_rate * row_s)
+    probing = state.step % _PROBE_STEPS == 0
+    least = _MIN_CHANCE if probing else max(_MIN_CHANCE, _HOPELESS * best_rate * row_s)
     for count in range(1, most + 1):
         chance *= choice.lookup.chance(count - 1)
         useful += chance
@@ -210,7 +211,7 @@ def _worthwhile(state: State, ledger: Ledger, choice: Choice, most: int) -> int:
             break
         if useful / seconds > best_rate:
             best, best_rate = count, useful / seconds
-        if state.step % _PROBE_STEPS == 0 and best == 0 and count <= _PROBE_GUESSES and chance >= 0.5:
+        if probing and best == 0 and count <= _PROBE_GUESSES and chance >= 0.5:
             probe = count
     return best or probe
 
