@@ -24,7 +24,8 @@ ADMIN = "sk-admin"
 MAY_STAY = {
     "l2_jit_compiles", "l2_jit_compile_seconds",  # the kernels may be in the cache
     "l3_model_forward_mbu_ratio", "l3_model_forward_mfu_ratio",  # need `ai-engine bench machine`
-    "l3_model_memory_bytes", "l3_model_reserved_bytes", "l3_model_weights_bytes", "l3_kv_pool_bytes", "l3_model_registry_loaded",
+    "l3_model_memory_bytes", "l3_model_reserved_bytes",
+    "l3_model_weights_bytes", "l3_kv_pool_bytes", "l3_model_registry_loaded",
     "l2_team_threads", "l3_kv_pool_capacity_pages", "l3_kv_pool_page_tokens", "l7_door_auth_active_keys",
     "l7_door_auth_keys_stale", "l6_ops_build_info", "l6_ops_startup_phase_seconds", "l6_ops_startup_ready_seconds",
     "l6_ops_worker_starts", "l3_model_weights_load_seconds",  # set while the server starts

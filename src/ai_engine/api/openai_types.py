@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ai_engine.api.constraints import constraint_fields, constraint_of
+from ai_engine.api.constraints import constraint_fields, constraint_of, hints
 from ai_engine.api.tool_types import Choices, Tools, tool_options
 from ai_engine.contracts.fields import (
     Anything,
@@ -363,6 +363,7 @@ def chat_ask(got: dict[str, Any], model: ServedModel, at: Checking, **rest: Any)
         template["reasoning_effort"] = got["reasoning_effort"]
     template |= tool_options(got)
     logprobs = got.get("top_logprobs", 0) if got.get("logprobs") else None
+    at.warnings += hints(constraint_of(got), got["messages"])
     return _ask(got, model, at, logprobs, messages=got["messages"], template=template, **rest)
 
 

@@ -144,7 +144,8 @@ class Closer:
         self._held: list[Any] = []  # what ids in the tables belong to
         self._smallest: dict[int, bytes] = {}
         self._known: set[int] = set()
-        self.bound = 0  # tokens that an open container, or what is due in it, can need at most
+        self._level: list[Any] = [schema]  # what may stand in as many containers as there are bounds
+        self._bounds: list[int] = []
         self._largest_option: dict[tuple[int, int], int] = {}
 
     # --- smallest instances
@@ -181,11 +182,23 @@ class Closer:
                     self._smallest[id(node)] = best
                     changed = True
         self._known |= seen
-        for node in order:
-            for shape in self.shapes(node):
-                least = self._smallest_of(shape)
-                if least is not None:
-                    self.bound = max(self.bound, 2 * self._size(least) + self._option(shape) + 8)
+
+    def bound(self, depth: int) -> int:
+        """Tokens that a text with ``depth`` open containers can need at most, jump included."""
+        while len(self._bounds) < depth + 2 and self._level:
+            worst, deeper = 0, dict[int, Any]()
+            for node in self._level:
+                self.smallest(node)
+                for shape in self.shapes(node):
+                    worst = max(worst, self._worst(shape))
+                    deeper |= {id(child): child for child in self._within(shape) if type(child) is dict}
+            self._bounds.append(worst + (self._bounds[-1] if self._bounds else 0))
+            self._level = list(deeper.values())
+        return self._bounds[min(depth + 1, len(self._bounds) - 1)]
+
+    def _worst(self, shape: Node) -> int:
+        size = self._size(self._smallest_of(shape) or b"")
+        return (2 if "pattern" in shape or "format" in shape else 1) * size + self._option(shape) + 8
 
     def _within(self, shape: Node) -> Iterator[Any]:
         yield from shape.get("properties", {}).values()

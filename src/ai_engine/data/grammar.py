@@ -450,7 +450,9 @@ class LlMatcher:
         closer = self._grammar.closer
         if closer is None or self._matcher.is_stopped():
             return None
-        if tokens_left > (self._marks[-1].depth + 2) * closer.bound + SPARE_TOKENS + len(self._grammar.prefix(b"")):
+        with self._grammar.lock:
+            bound = closer.bound(max(0, self._marks[-1].depth))
+        if tokens_left > bound + SPARE_TOKENS + len(self._grammar.prefix(b"")):
             return None  # no text this deep needs so many
         if self._need is not None and self._goes_on(self._need) and self._need.fits(tokens_left):
             return None

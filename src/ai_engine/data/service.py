@@ -1,7 +1,7 @@
 """ModelText: one model's tokeniser and template as the TextService that the doors use.
 
 Owns the threads that encode, so that a long text holds up neither the event loop, nor the short texts of others, nor
-the steps of running streams: eight megabytes take seconds, and the thread for long texts takes what others leave. Does
+the steps of running streams: eight megabytes take seconds, and the thread for long texts leaves most to others. Does
 not own encoding itself (tokenizer.py, chat.py) nor what a choice's tokens become (output.py).
 """
 
@@ -29,6 +29,8 @@ from ai_engine.ports.text import ANY_CALL, TEXT_ONLY, Encoded, ReplyForm, ToolCh
 
 LONG_CHARS: Final = 1 << 16
 """Texts from here on, which take 50 ms or more, have a thread of their own."""
+LONG_NICENESS: Final = 10
+"""Of that thread: a tenth of a core that computes steps too; at 19 it would be a seventieth."""
 
 
 class ModelText:
@@ -134,10 +136,10 @@ def _stamped(encode: Callable[[], Encoded]) -> Encoded:
 
 
 def _stand_back() -> None:
-    """The lowest priority for this thread: on a machine whose cores are all computing steps, a step waits for its
-    slowest thread, and every time slice that encoding took would be added to it."""
+    """A low priority for this thread: on a machine whose cores are all computing steps, a step waits for its slowest
+    thread, and every time slice that encoding takes is added to it."""
     with contextlib.suppress(OSError, AttributeError):  # a system without it has other means
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LONG_NICENESS)
 
 
 def _num_chars(value: Any, enough: int) -> int:

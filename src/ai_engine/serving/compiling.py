@@ -1,4 +1,5 @@
-"""Constraints compiled beside the event loop, in a few threads, each within a deadline; the queue for them is bounded.
+"""Constraints compiled beside the event loop, in a few threads, each within a deadline; the queue for them is bounded
+in length and time.
 
 A compiler cannot be interrupted: one that passes its deadline keeps its thread until its own limits end it, and its
 request has been refused by then. Does not own the compiler (ports.grammar.Grammars).
@@ -42,11 +43,25 @@ class Compilers:
                 f"{self._waiting} schemas or grammars are being compiled (limit {config.max_compiling}); try again",
                 retry_after_s=config.min_retry_after_s,
             )
+        begun, loop, compile_one = asyncio.Event(), asyncio.get_running_loop(), self._grammars.compile
+
+        def work() -> Grammar:
+            loop.call_soon_threadsafe(begun.set)
+            return compile_one(constraint)
+
         self._waiting += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.compile, constraint)
-        work.add_done_callback(self._compiled)
+        made = loop.run_in_executor(self._threads, work)
+        made.add_done_callback(self._compiled)
         try:
-            grammar = await asyncio.wait_for(asyncio.shield(work), config.compile_deadline_s)
+            await asyncio.wait_for(begun.wait(), config.compile_deadline_s)
+        except TimeoutError:
+            made.cancel()
+            raise Overloaded(
+                f"no thread was free to compile {constraint.param} for {config.compile_deadline_s:g} s; try again",
+                retry_after_s=config.min_retry_after_s,
+            ) from None
+        try:
+            grammar = await asyncio.wait_for(asyncio.shield(made), config.compile_deadline_s)
         except TimeoutError:
             raise InvalidJsonSchema(
                 f"{constraint.param}: not compiled within {config.compile_deadline_s:g} s. Fix: send a smaller one.",

@@ -23,7 +23,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Literal["off", "lookup"] = "lookup"  # guess tokens that the prompt or the answer said before
     # constraints
     compile_threads: int = 2
-    compile_deadline_s: float = 10.0  # from arrival to a grammar; the vocabulary's own loading is in it
+    compile_deadline_s: float = 10.0  # of one; and as long may it wait for a thread. Loading the vocabulary is in it
     max_compiling: int = 64  # requests whose constraint is being compiled or waits for that
     # admission
     max_running: int = 0  # sequences open at once; 0: as many as a step takes

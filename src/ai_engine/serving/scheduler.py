@@ -19,7 +19,8 @@ _MIN_GAIN: Final = 1.03  # guesses must promise this much more than none
 _PROBE_STEPS: Final = 64
 _PROBE_GUESSES: Final = 3
 _STRETCH: Final = 1.3  # a short prompt, or the end of one, may take so much of the target
-_MIN_CHANCE: Final = 0.05  # a guess less likely than this is not worth looking at
+_MIN_CHANCE: Final = 0.05  # a guess less likely than this is not worth looking at, nor one
+_HOPELESS: Final = 0.7  # of this part of what its time gives otherwise
 
 
 class Ledger:
@@ -200,15 +201,17 @@ def _worthwhile(state: State, ledger: Ledger, choice: Choice, most: int) -> int:
     row_s, bend_s = cost.row_s(choice.computed + 1, samples=True), cost.bend_s(rows, ledger.load.logit_rows)
     best, best_rate = 0, _MIN_GAIN * rows / max(step_s, 1e-9)
     useful, chance, probe = float(rows), 1.0, 0
+    probing = state.step % _PROBE_STEPS == 0
+    least = _MIN_CHANCE if probing else max(_MIN_CHANCE, _HOPELESS * best_rate * row_s)
     for count in range(1, most + 1):
         chance *= choice.lookup.chance(count - 1)
         useful += chance
         seconds = step_s + count * row_s + cost.bend_s(rows + count, ledger.load.logit_rows + count) - bend_s
-        if seconds > state.config.step_target_s or chance < _MIN_CHANCE:
+        if seconds > state.config.step_target_s or chance < least:
             break
         if useful / seconds > best_rate:
             best, best_rate = count, useful / seconds
-        if state.step % _PROBE_STEPS == 0 and best == 0 and count <= _PROBE_GUESSES and chance >= 0.5:
+        if probing and best == 0 and count <= _PROBE_GUESSES and chance >= 0.5:
             probe = count
     return best or probe
 

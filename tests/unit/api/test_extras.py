@@ -26,7 +26,7 @@ def speak(request: GenerateRequest) -> list[Any]:
         scores = [fake_logprob(token, params.prompt_logprobs) for token in request.prompt[1:]]
         chunks.append(Chunk(request_id=request.request_id, prompt_logprobs=scores))
     for index in range(request.n):
-        chunks += answer(request, (*b"Hello world", EOS), index=index, stop_token=EOS)
+        chunks += answer(request, (*b"Hello world", EOS), index=index, stop_token=EOS, tokens_per_chunk=4)
     return chunks
 
 

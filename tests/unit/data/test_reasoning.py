@@ -14,7 +14,7 @@ from ai_engine.data.reasoning import find_tags
 from ai_engine.data.tools import FORMATS
 from ai_engine.ports.serving import TokenLogprob
 from ai_engine.ports.text import ReplyForm, TextDelta
-from tests.unit.data.test_tools import Cut, Read, accumulate, read
+from tests.unit.data.reading import Cut, Read, accumulate, read
 
 TAGS = ("<think>", "</think>")
 CASES = [  # (text, begins inside, reasoning, content)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ai_engine.data.models import open_model
-from ai_engine.data.service import LONG_CHARS, ModelText
+from ai_engine.data.service import LONG_CHARS, LONG_NICENESS, ModelText
 from ai_engine.data.template import JinjaTemplate
 from ai_engine.data.tokenizer import ModelTokenizer
 from ai_engine.ports.text import ChatTemplate, Encoded, OutputStream, TextService, Tokenizer
@@ -61,7 +61,7 @@ async def test_a_long_text_does_not_hold_up_short_ones(monkeypatch: pytest.Monke
     text.close()
 
 
-async def test_a_long_text_is_encoded_at_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_text_is_encoded_at_a_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """On machines whose cores all compute steps, it would take its time slices from them."""
     text = ModelText(open_model(TINY / "llama-tied").tokenizer())
     encode = text.tokenizer.encode
@@ -74,7 +74,7 @@ async def test_a_long_text_is_encoded_at_the_lowest_priority(monkeypatch: pytest
     monkeypatch.setattr(text.tokenizer, "encode", note)
     for source in ("short", "a" * LONG_CHARS):
         await text.encode_prompt(source)
-    assert seen[True] == 19
+    assert seen[True] == max(LONG_NICENESS, seen[False])
     assert seen[False] == os.getpriority(os.PRIO_PROCESS, 0), "short texts are somebody's first token"
     text.close()
 

@@ -21,7 +21,7 @@ from ai_engine.data.tools import FORMATS
 from ai_engine.ports.errors import InvalidJsonSchema
 from ai_engine.ports.grammar import Constraint, Matcher
 from ai_engine.ports.text import ReplyForm, ToolChoice
-from tests.unit.data.test_tools import Cut, Read, accumulate
+from tests.unit.data.reading import Cut, Read, accumulate
 
 EOS = 256
 MARKS = ("<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")

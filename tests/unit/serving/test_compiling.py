@@ -67,14 +67,15 @@ async def test_the_deadline_refuses_and_a_full_queue_is_an_overload() -> None:
         assert go_on.wait(10)
         return FakeGrammar(0)
 
-    config = ServingConfig(compile_deadline_s=0.05, max_compiling=3)
+    config = ServingConfig(compile_deadline_s=0.05, compile_threads=2, max_compiling=3)
     compilers = Compilers(FakeGrammars(slow), config)
     results: list[Any] = await asyncio.gather(
         *(compilers.compile(request(ASKED)) for _ in range(5)), return_exceptions=True
     )
-    assert [type(result) for result in results] == [InvalidJsonSchema] * 3 + [Overloaded] * 2
+    assert [type(result) for result in results] == [InvalidJsonSchema] * 2 + [Overloaded] * 3
     assert results[0].param == "guided_json"
-    with pytest.raises(Overloaded):  # those given up still hold their places
+    assert ["no thread" in str(result) for result in results] == [False, False, True, False, False]
+    with pytest.raises(Overloaded, match="no thread"):  # those given up still hold the threads
         await compilers.compile(request(ASKED))
     go_on.set()
     for _ in range(100):
