@@ -22,7 +22,7 @@ from bench.machine import save, stolen_s
 TEXT_CHARS = 200_000
 STREAM_TOKENS = 600
 WINDOW_S = 2.0
-ENOUGH = 1200
+ENOUGH = 1000
 WORDS = "The scheduler counts every token, 12 of them or 4,096; naïve readers say it's slow. ".encode()
 
 
