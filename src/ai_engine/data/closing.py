@@ -144,6 +144,7 @@ class Closer:
         self._held: list[Any] = []  # what ids in the tables belong to
         self._smallest: dict[int, bytes] = {}
         self._known: set[int] = set()
+        self._others: dict[int, Node] = {}
         self._level: list[Any] = [schema]  # what may stand in as many containers as there are bounds
         self._bounds: list[int] = []
         self._largest_option: dict[tuple[int, int], int] = {}
@@ -203,7 +204,7 @@ class Closer:
     def _within(self, shape: Node) -> Iterator[Any]:
         yield from shape.get("properties", {}).values()
         yield from shape.get("patternProperties", {}).values()
-        yield shape.get("additionalProperties")
+        yield self._other(shape)
         items = shape.get("items")
         yield from items if type(items) is list else [items]
         yield from shape.get("prefixItems", ())
@@ -460,13 +461,19 @@ class Closer:
     def _property(self, shape: Node, name: str) -> Any:
         if name in shape.get("properties", {}):
             return shape["properties"][name]
-        for pattern, schema in shape.get("patternProperties", {}).items():
-            try:
-                if re.search(pattern, name):
-                    return schema
-            except re.error:
-                continue
-        return shape.get("additionalProperties", _ANY)
+        return self._other(shape)
+
+    def _other(self, shape: Node) -> Any:
+        """What a property that is not listed may be. Patterns are the matcher's to tell apart: a backtracking one could
+        take for ever here."""
+        rest = shape.get("additionalProperties", _ANY)
+        patterns = list(shape.get("patternProperties", {}).values())
+        if not patterns:
+            return rest
+        if id(shape) not in self._others:
+            self._held.append(shape)
+            self._others[id(shape)] = {"anyOf": [*patterns, *([] if rest is False else [rest])]}
+        return self._others[id(shape)]
 
     def _may_be(self, schema: Any, scalar: bytes) -> bool:
         """Whether a finished scalar can be of that schema; tells the branches of a union apart."""

@@ -59,6 +59,18 @@ LIMITS: Final[dict[str, Any]] = {
 """llguidance's own limits: about 20 ms of work at the start and 15 ms a token, 100 MB of lexer states."""
 
 
+UNREADABLE: Final = (
+    RecursionError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What the closer meets in a schema that it reads too simply: no ending is known then."""
+
+
 class Vocabulary:
     """A tokeniser in llguidance's form. ``num_logits``: columns of a mask; tokens past the vocabulary are never
     allowed."""
@@ -211,7 +223,7 @@ class Compiler:
             try:
                 closer = Closer(schema, self._word, size)
                 shortest = closer.smallest()
-            except (RecursionError, TypeError, ValueError, KeyError, AttributeError):  # a schema it cannot read
+            except UNREADABLE:
                 shortest = None
         elif not constraint.after and constraint.kind == "regex":
             shortest = search(vocabulary, start, _whole, Probes(WORD_PROBES), constraint.text.encode())
@@ -477,7 +489,10 @@ class LlMatcher:
         prefix = self._grammar.prefix(text)
         body = self._grammar.body_of(text) or b""
         with self._grammar.lock:
-            endings = closer.endings(body)
+            try:
+                endings = closer.endings(body)
+            except UNREADABLE:
+                endings = None
         for ending in endings or ():
             end = ending.text
             if ending.word:

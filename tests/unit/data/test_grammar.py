@@ -303,6 +303,8 @@ HOSTILE: dict[str, Any] = {
     "infinite": {"type": "number", "multipleOf": 1e-300, "minimum": 1e300},
     "odd bounds": {"type": "array", "minItems": -1, "maxItems": 1.5},
     "odd words": {"minLength": "3", "properties": {"a": 5}, "required": [None], "enum": [[]]},
+    "backtracking names": {"type": "object", "patternProperties": {"^(a+)+$": {"type": "null"}}, "minProperties": 1},
+    "backtracking text": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$", "minLength": 200},
     "names": {"type": "object", "properties": {"\x00\ud7ff": {"const": "\u2028"}}, "required": ["\x00\ud7ff"]},
 }  # fmt: skip
 
