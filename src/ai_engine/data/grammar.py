@@ -263,7 +263,7 @@ class Compiler:
                 continue
             below = {step.split("/")[1] for step, _ in children(node)}
             for keyword in sorted(
-                node.keys() - {"$defs", "definitions"}, key=lambda name: (name == "type", name in below)
+                (k for k in node if k not in ("$defs", "definitions")), key=lambda name: (name == "type", name in below)
             ):
                 dropped = {keyword, "then", "else"} if keyword == "if" else {keyword}
                 without = {key: value for key, value in node.items() if key not in dropped}
