@@ -133,7 +133,9 @@ def build_grammars(path: Path, limits: Limits, eos_ids: frozenset[int]) -> Gramm
 
     def load() -> TokenPieces:
         with contextlib.closing(open_model(path)) as file:
-            return token_pieces(file.tokenizer())
+            tokens = token_pieces(file.tokenizer())
+        give_back()
+        return tokens
 
     return LlGrammars(load, eos_ids, limits.vocab_size)
 
