@@ -197,25 +197,25 @@ def schemathesis() -> str:
     return found
 
 
-def run_schemathesis(server: Server, phases: str, examples: int, seconds: float) -> None:
+def run_schemathesis(server: Server, folder: Path, phases: str, examples: int, seconds: float) -> None:
     command = [
         schemathesis(), "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error", "--mode", "all",
         "--phases", phases, "--max-examples", str(examples), "--seed", "1", "--workers", "2",
         "--request-timeout", "30",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=folder)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_the_openapi_document_turned_against_us(door: Server) -> None:
+def test_the_openapi_document_turned_against_us(door: Server, tmp_path: Path) -> None:
     pids = door.pids()
-    run_schemathesis(door, "examples,fuzzing", 5, 120)
+    run_schemathesis(door, tmp_path, "examples,fuzzing", 5, 120)
     assert door.pids() == pids
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1300)
-def test_the_openapi_document_turned_against_us_at_length(door: Server) -> None:
+def test_the_openapi_document_turned_against_us_at_length(door: Server, tmp_path: Path) -> None:
     pids = door.pids()
-    run_schemathesis(door, "examples,coverage,fuzzing,stateful", 400, 1200)
+    run_schemathesis(door, tmp_path, "examples,coverage,fuzzing,stateful", 400, 1200)
     assert door.pids() == pids
