@@ -32,12 +32,13 @@ from ai_engine.ports.errors import AiEngineError, InvalidRequest
 from ai_engine.ports.grammar import Constraint, Grammars
 from ai_engine.ports.sampling import SamplingParams
 from ai_engine.ports.serving import GenerateRequest
+from bench.machine import save
 from tests.conftest import ROOT
 
 MAX_TOKENS = 1024
 IN_FLIGHT = 64
 TABLE = ROOT / "docs" / "structured-output.md"
-RESULTS = ROOT / "bench" / "results" / "structured_output.json"
+RESULTS = ROOT / "bench" / "results" / "structured-output-schemas.json"
 SMALL_TOKENS = 256
 """A schema whose smallest instance takes at most so many must nearly always be finished."""
 
@@ -91,7 +92,7 @@ class Runner:
             await self._answer(number, text, constraint, outcome)
         except InvalidRequest as error:
             outcome.finish, outcome.message = "refused", error.message
-            outcome.keyword = "/".join(sorted(set(re.findall(r"'([$\w]+)'", error.message))))
+            outcome.keyword = named(error.message)
             if error.param == "max_tokens":  # a schema that can be enforced, with a limit that holds no instance
                 outcome.finish, outcome.keyword = "no room", ""
         except AiEngineError as error:
@@ -116,6 +117,12 @@ class Runner:
         if outcome.finish == "stop":
             outcome.message = judge(text, self._local.text.decode(tokens))
             outcome.valid = not outcome.message
+
+
+def named(message: str) -> str:
+    """The keyword that a refusal names; of one that cannot tell, the keywords of the schema that it points at."""
+    one = re.search(r"the schema's '([^']+)' at '", message)
+    return one.group(1) if one else "/".join(re.findall(r"'([$\w]+)'", message.partition(" with ")[2]))
 
 
 def prompt_of(schema_text: str, name: str) -> str:
@@ -212,12 +219,12 @@ def main() -> None:
 
     files = list(enumerate(schema_files()))
     if sys.argv[1:] == ["--table"]:
-        outcomes = msgspec.json.decode(RESULTS.read_bytes(), type=list[Outcome])
+        outcomes = msgspec.convert(json.loads(RESULTS.read_bytes())["outcomes"], list[Outcome])
     else:
         outcomes = asyncio.run(run_all(resolve("smollm2"), files, tell=True))
     print(table(outcomes))  # noqa: T201
     if sys.argv[1:] != ["--table"]:
-        RESULTS.write_text(msgspec.json.format(msgspec.json.encode(outcomes), indent=1).decode() + "\n")
+        save(RESULTS.stem, {"model": "smollm2", "outcomes": msgspec.to_builtins(outcomes)})
     TABLE.write_text(written(TABLE.read_text(), outcomes))
     check(outcomes)
 

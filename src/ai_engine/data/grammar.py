@@ -255,6 +255,7 @@ class Compiler:
         until = time.monotonic() + LOCATE_S
         shared: Node = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         nodes = list(Document(schema).reachable(self._param))
+        self._refuse_named(nodes, problem)
         for pointer, node in sorted(nodes, key=lambda item: -item[0].count("/")):
             if time.monotonic() > until:
                 return
@@ -276,6 +277,17 @@ class Compiler:
                 f"{_first_lines(found)}",
                 param=self._param,
             )
+
+    def _refuse_named(self, nodes: list[tuple[str, Node]], problem: str) -> None:
+        """Where the compiler says which keyword, or which format, it is enough to look for it."""
+        unknown = re.search(r"Unknown format: (\S+)", problem)
+        keys = re.search(r'Unimplemented keys: \["([^"]+)"', problem)
+        for pointer, node in nodes:
+            if unknown and node.get("format") == unknown.group(1):
+                reason = f"cannot be enforced: unknown format {unknown.group(1)[:80]!r}"
+                refuse("format", pointer + "/format", reason, self._param)
+            if keys and keys.group(1) in node:
+                refuse(keys.group(1), pointer + pointer_part(keys.group(1)), "cannot be enforced", self._param)
 
     def _problem_of(self, schema: Node) -> str:
         matcher = self._matcher(whole_grammar(self._vocabulary, json_block(schema)))
