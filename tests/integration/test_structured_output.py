@@ -191,7 +191,7 @@ def schemas_or_skip() -> list[tuple[int, Path]]:
 
 async def test_sixty_real_schemas(smollm2: Path) -> None:
     """Shorter answers than the full run's: every limit that holds a smallest instance is enough for a valid one."""
-    outcomes = await json_schemas.run_all(smollm2, schemas_or_skip()[::17], max_tokens=128)
+    outcomes = await json_schemas.run_all(smollm2, schemas_or_skip()[3::16], max_tokens=128)
     assert len(outcomes) >= 59
     json_schemas.check(outcomes)
 
