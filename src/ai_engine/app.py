@@ -68,10 +68,14 @@ def build_kernels(config: EngineConfig) -> Kernels:
         return ReferenceKernels()
     from ai_engine.hardware.machine import read_machine
     from ai_engine.hardware.team import NativeTeam
+    from ai_engine.kernels.cpu import registry
     from ai_engine.kernels.cpu.backend import CpuKernels
 
-    threads = config.threads or read_machine().default_threads
-    return CpuKernels(NativeTeam(threads), cpu_target(config.cpu), owns_team=True)
+    machine = read_machine()
+    threads = config.threads or machine.default_threads
+    kernels = CpuKernels(NativeTeam(threads), cpu_target(config.cpu), owns_team=True)
+    kernels.choices = registry.load(kernels.target, machine, threads)
+    return kernels
 
 
 def cpu_target(name: str) -> Target | None:

@@ -14,7 +14,7 @@ import argparse
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,9 +91,10 @@ def ceiling_dot(k: Kernel) -> None:
 
 
 class Prober:
-    """The loops on one number of pinned threads. Close it."""
+    """The loops on one number of pinned threads, timed by ``clock``. Close it."""
 
-    def __init__(self, threads: int, nbytes: int = READ_BYTES) -> None:
+    def __init__(self, threads: int, nbytes: int = READ_BYTES, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.threads, self.nbytes = threads, nbytes // ITEM_BYTES * ITEM_BYTES
         others = set(threading.enumerate())
         self._team = NativeTeam(threads)
@@ -112,9 +113,9 @@ class Prober:
         return self._harness.loaded.target.lanes
 
     def _seconds(self, name: str, **args: int) -> float:
-        started = time.perf_counter()
+        started = self._clock()
         self._harness.run(name, **args)
-        return time.perf_counter() - started
+        return self._clock() - started
 
     def read_gb_s(self, passes: int = PASSES, nbytes: int = 0) -> float:
         """One round: the best of ``passes`` over the first ``nbytes`` (all of them: 0)."""

@@ -12,7 +12,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -164,12 +164,12 @@ class Maker:
             sum(c.weight_bytes + c.kv_bytes for c in costs), sum(c.flops for c in costs), (resources,),
         )  # fmt: skip
 
-    def matmul(self, dtype: DType, rows: int) -> Case:
-        """``rows`` tokens through matrices of COLS x OUT; as many as exceed the caches for few rows, else one."""
-        specs = WeightSpec("w0", dtype, OUT, COLS)
+    def matmul(self, dtype: DType, rows: int, cols: int = COLS, out: int = OUT) -> Case:
+        """``rows`` tokens through matrices of cols x out; as many as exceed the caches for few rows, else four."""
+        specs = WeightSpec("w0", dtype, out, cols)
         packed = self.kernels.packed_bytes(specs)
         count = max(1, self._streamed_bytes // packed) if rows <= FEW_ROWS else 4
-        raw = random_rows(dtype, OUT, COLS, self.rng)
+        raw = random_rows(dtype, out, cols, self.rng)
         first = self.memory(packed).data
         self.kernels.pack_rows(specs, 0, raw, first)
         weights: dict[str, tuple[WeightSpec, U8]] = {"w0": (specs, first)}
@@ -177,9 +177,9 @@ class Maker:
         for i in range(1, count):
             at = (i - 1) * (packed + -packed % 64)
             rest[at : at + packed] = first
-            weights[f"w{i}"] = (WeightSpec(f"w{i}", dtype, OUT, COLS), rest[at : at + packed])
+            weights[f"w{i}"] = (WeightSpec(f"w{i}", dtype, out, cols), rest[at : at + packed])
         is_float = dtype in catalog.FLOAT_TYPES
-        types = [BufferType("f32", COLS), *([] if is_float else [BufferType("act", COLS)]), BufferType("f32", OUT)]
+        types = [BufferType("f32", cols), *([] if is_float else [BufferType("act", cols)]), BufferType("f32", out)]
         buffers, arena = self._place(types, rows)
         source = buffers[0]
         nbytes = self.kernels.buffer_bytes(types[0], rows)
@@ -193,12 +193,23 @@ class Maker:
         batch = step_batch([(rows, rows)], 32, greedy(0, 32), 0)
         return self._case("matmul", dtype.value, calls, batch, resources, count)
 
-    def attention(self, heads: int, kv_heads: int, head_dim: int, label: str, spans: Spans) -> Case:
+    def attention(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        label: str,
+        spans: Spans,
+        kv_type: Literal["f16", "int8"] = "f16",
+    ) -> Case:
         layers = 8 if len(spans) * max(context for _, context in spans) <= 8192 else 2
-        shape = KvShape(num_layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=32)
+        shape = KvShape(num_layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=32, dtype=kv_type)
         pages = sum(-(-context // 32) for _, context in spans)
         kv = self.memory(pages * self.kernels.kv_page_bytes(shape)).data
-        kv.view(np.float16)[:] = np.resize(self.rng.standard_normal(1 << 16).astype(np.float16), kv.size // 2)
+        if kv_type == "int8":
+            kv[:] = 0x3C  # codes of 60, scales of 0.0115
+        else:
+            kv.view(np.float16)[:] = np.resize(self.rng.standard_normal(1 << 16).astype(np.float16), kv.size // 2)
         rows = sum(count for count, _ in spans)
         width = (heads + 2 * kv_heads) * head_dim
         (qkv, out), arena = self._place([BufferType("f32", width), BufferType("f32", heads * head_dim)], rows)

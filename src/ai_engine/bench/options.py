@@ -14,6 +14,7 @@ from ai_engine.ports.errors import ConfigError
 COMMANDS = {
     "machine": ("ceilings", "measure this machine's ceilings and store them"),
     "kernels": ("kernels", "speed of single operations, beside the ceilings"),
+    "tune": ("tune", "measure the kernels' variants and record the faster ones for this machine"),
     "model": ("engine", "prefill, decode and batches of a model in this process"),
     "serve": ("serve", "workloads over HTTP against a server"),
     "compare": ("compare", "ratios to llama.cpp on the same file, A B A B"),
@@ -21,6 +22,8 @@ COMMANDS = {
 EPILOG = """examples:
   ai-engine bench machine
   ai-engine bench kernels --types Q4_1,Q8_0
+  ai-engine bench tune --types Q4_1,f16
+  ai-engine bench tune --show
   ai-engine bench model smollm2 --threads 2 --out results
   ai-engine bench serve smollm2 --workload S1,S2
   ai-engine bench serve --url http://127.0.0.1:8000 --workload S4
@@ -40,7 +43,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", action="store_true", help="print JSON; tables go to standard error")
         sub.add_argument("--out", type=Path, metavar="DIR", help="write the JSON and the SVG plots there")
         sub.add_argument("--quick", action="store_true", help="a few seconds, to see that it works; not to be quoted")
-        sub.add_argument("--rounds", type=int, default=0, metavar="INT", help="rounds (default 7; kernels 15)")
+        sub.add_argument("--rounds", type=int, default=0, metavar="INT", help="rounds (default 7; kernels and tune 15)")
         sub.add_argument(
             "--minutes", type=float, default=10.0, metavar="FLOAT", help="no new round starts after this (default 10)"
         )
@@ -51,6 +54,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
                 sub.add_argument("other", choices=["llama.cpp"], help="the other side")
             sub.add_argument("model", help="packaged name, path or hub id, as for `serve`")
     _kernels(subs["kernels"])
+    _tune(subs["tune"])
     _model(subs["model"])
     _serve(subs["serve"])
     _compare(subs["compare"])
@@ -59,6 +63,17 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 def _kernels(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--types", default="", metavar="LIST", help="weight formats, as Q4_1,Q8_0 (default: all)")
     sub.add_argument("--matmul-only", action="store_true", help="leave out attention and sampler")
+    _cpu(sub)
+
+
+def _tune(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--show", action="store_true", help="only print which variant each kernel uses, and why")
+    formats = "formats of weights, and f16 or int8 for attention, as Q4_1,f16 (default: all)"
+    sub.add_argument("--types", default="", metavar="LIST", help=formats)
+    _cpu(sub)
+
+
+def _cpu(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--cpu", default="auto", choices=["auto", "avx2", "avx512", "neon"], help="instruction set")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from ai_engine.bench.client import Answer
 from ai_engine.bench.compare import MUSTS, asked_for, meets
 from ai_engine.bench.engine import share_of_limit
 from ai_engine.bench.host import LoadWatch, identity, machine_cpu
-from ai_engine.bench.kernels import greedy, step_batch
+from ai_engine.bench.kernels import ROWS, greedy, step_batch
 from ai_engine.bench.llamacpp import TOOLS, LlamaCpp, build_fraction, explicit_flags, find, server_flags
 from ai_engine.bench.load import Run
 from ai_engine.bench.options import COMMANDS, add_bench, run_bench
@@ -29,7 +30,10 @@ from ai_engine.bench.workloads import SHAPES, Prompts
 from ai_engine.hardware.ceilings import Ceilings, load_ceilings, save_ceilings
 from ai_engine.hardware.machine import read_machine
 from ai_engine.ports.errors import ConfigError, EngineError
+from ai_engine.ports.model import DType
 from ai_engine.ports.progress import no_progress
+from bench.machine import RESULTS
+from bench.roofline import PLOT, draw
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -128,6 +132,15 @@ def test_roofline_has_its_ridge_where_bandwidth_meets_arithmetic() -> None:
     assert {"20.0 GB/s", "int8 dot 2000", "f32 FMA 200", "Q4_1 x 1", "Q4_1 x 512"} <= set(texts(root))
     ridges = [float(pairs.split()[1].split(",")[0]) for pairs in re.findall(r'points="([^"]+)"', text)]
     assert ridges[0] > ridges[1]  # the higher roof is met later
+
+
+def test_the_roofline_of_the_docs_is_drawn_from_the_committed_data() -> None:
+    """`python -m bench.roofline` makes it."""
+    data = json.loads((RESULTS / "roofline.json").read_text(encoding="utf-8"))
+    assert draw(data) == PLOT.read_text(encoding="utf-8")
+    assert {(case["type"], case["tokens"]) for case in data["cases"]} == set(
+        itertools.product((t.value for t in DType), ROWS)
+    )
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 7), (0, 12345), (-2, 2), (0, 1e-3), (5, 5)])
@@ -322,12 +335,13 @@ def test_every_command_parses_and_exists() -> None:
     for name, words in {
         "machine": [],
         "kernels": [],
+        "tune": ["--show", "--types", "Q4_1,int8"],
         "model": ["m"],
         "serve": ["m"],
         "compare": ["llama.cpp", "m"],
     }.items():
         assert parsed(name, *words).bench == name
-    assert set(COMMANDS) == {"machine", "kernels", "model", "serve", "compare"}
+    assert set(COMMANDS) == {"machine", "kernels", "tune", "model", "serve", "compare"}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ai_engine.hardware.team import NativeTeam
-from ai_engine.kernels.cpu import attention, build
+from ai_engine.kernels.cpu import attention, build, registry
 from ai_engine.kernels.cpu.attention import KERNELS, attention_args, workspace_bytes
 from ai_engine.kernels.cpu.executor import Harness
 from ai_engine.kernels.cpu.formats import ActLayout
@@ -45,6 +45,7 @@ class Bench:
         rng = np.random.default_rng(seed)
         self.heads, self.kv_heads, self.head_dim, self.lengths = heads, kv_heads, head_dim, lengths
         self.layer, self.page_tokens = 1, page_tokens
+        self.choices = registry.Registry()
         shape = KvShape(num_layers=2, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, dtype=self.kv_type)
         self.layout = KvLayout.of(shape, kv_lanes(self.target))
         self.pages_per_seq = -(-max(lengths) // page_tokens) + 1
@@ -113,6 +114,7 @@ class Bench:
             heads=heads,
             scale=hd**-0.5,
             window=window,
+            choices=self.choices,
             **sizes,
         )
         definition = self.harness.definitions[name]
@@ -180,6 +182,20 @@ def test_matches_the_reference(bench: Bench, heads: int, kv_heads: int, head_dim
     for window in (1, 33, 256):
         got = bench.run(mixed, window)
         np.testing.assert_allclose(got, bench.expected(mixed, window), atol=2e-5, rtol=1e-4)
+
+
+def test_every_variant_has_the_same_bits(bench: Bench) -> None:
+    """Whatever a registry may choose: long contexts, split into more or fewer pieces."""
+    lengths = [1500, 2, 700]
+    bench.setup(6, 2, 32, lengths)
+    for spans in ([(0, 1499, 1500)], [(0, 1400, 1500), (1, 0, 2), (2, 699, 700)]):
+        for window in (0, 900):
+            bench.choices = registry.Registry()
+            whole = bench.run(spans, window)
+            np.testing.assert_allclose(whole, bench.expected(spans, window), atol=2e-5, rtol=1e-4)
+            for values in (*registry.variants("attention", "few").values(), {"items_per_thread": 1}):
+                bench.choices = registry.Forced(values)
+                assert np.array_equal(bench.run(spans, window), whole), values
 
 
 def test_sixteen_sequences_of_any_rows(bench: Bench) -> None:

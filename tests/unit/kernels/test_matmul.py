@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ai_engine.kernels.cpu import build, formats, matmul
+from ai_engine.kernels.cpu import build, formats, matmul, registry
 from ai_engine.kernels.cpu.formats import QUANTISED, ActLayout
 from ai_engine.kernels.cpu.lang import AVX2, TARGETS
 from ai_engine.kernels.cpu.pack import pack_rows, packed_bytes
@@ -42,6 +42,7 @@ class Weight:
         self.packed = aligned(packed_bytes(self.spec, self.lanes))
         pack_rows(self.spec, self.lanes, 0, raw, self.packed)
         self.values = formats.dequantize(dtype, raw).astype(np.float64)
+        self.choices = registry.Registry()
 
     def inputs(self, x: F32) -> npt.NDArray[np.float64]:
         """The values that are multiplied."""
@@ -69,7 +70,7 @@ class Weight:
         name, args = matmul.bind(
             self.spec, self.lanes, x=address, x_stride=stride, w=self.packed.ctypes.data,
             out=out.ctypes.data + 4 * before, out_stride=out.shape[1], bias=0 if bias is None else bias.ctypes.data,
-            accumulate=add_to is not None, logits=logits,
+            accumulate=add_to is not None, logits=logits, choices=self.choices,
         )  # fmt: skip
         header = {"T": 0, "R": tokens} if logits else {"T": tokens, "R": 0}
         self.rig.run(name, matmul.ARGS.pack(**args), threads=threads, **header)
@@ -197,6 +198,21 @@ def test_outliers_in_every_column_and_any_company(rig: Rig, dtype: DType) -> Non
     np.testing.assert_allclose(weight.times(alone), expected, rtol=3e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q6_K, DType.Q8_0, DType.F16])
+def test_every_variant_has_the_same_bits(rig: Rig, dtype: DType) -> None:
+    """Whatever a registry may choose, and what it may not but the kernel must bear."""
+    weight = Weight(rig, dtype, 301, 768)
+    x = tokens(131, 768)
+    whole = weight.times(x)
+    weight.check(x, whole)
+    named = {name: values for rows in registry.ROWS for name, values in registry.variants("matmul", rows).items()}
+    named["all at once"] = {"chunk_bytes": 1, "ahead_bytes": 0, "span_tokens": 16, "tile_tokens": 4}
+    for name, values in named.items():
+        weight.choices = registry.Forced(values)
+        for count in (1, 16, 131):
+            assert np.array_equal(weight.times(x[-count:], threads=1 + count % 2), whole[-count:]), (name, count)
+
+
 def test_no_rows_is_no_work(rig: Rig) -> None:
     weight = Weight(rig, DType.Q4_1, 8, 64)
     assert weight.times(np.zeros((0, 64), np.float32)).shape == (0, 8)
@@ -232,23 +248,46 @@ def inner_loop(text: str, function: str) -> Counter[str]:
     return counts
 
 
-def test_q4_1_on_avx2_is_what_was_designed() -> None:
-    """Per token and 8 rows x 32 columns: 8 vpmaddubsw, 7 vpaddw, 1 vpmaddwd; and registers nearly suffice."""
-    text = build.assembly([d for d in matmul.KERNELS if d.name == "matmul_q4_1"], AVX2)
-    for name, count in (("1x1", 1), ("1x2", 2), ("1x3", 3), ("1x4", 4), ("1x4_staged", 4)):
-        ops = inner_loop(text, f"matmul_q4_1_{name}")
-        assert (ops["vpmaddubsw"], ops["vpaddw"], ops["vpmaddwd"]) == (8 * count, 7 * count, count)
-    assert ops["stack"] <= 12  # five spills in 136 instructions; forcing LLVM's order costs more
+AVX2_SPILLS = {"q4_0": 12, "q4_1": 4, "q4_k": 10, "q5_0": 14, "q6_k": 25}
+"""Vector accesses to the stack at four tokens: 16 registers nearly suffice; forcing LLVM's order costs more. None at
+one and two tokens, but for the types with scales that must be kept."""
 
 
-def test_q4_1_on_avx512_is_what_was_designed() -> None:
-    """Per token and 16 rows x 32 columns: 8 vpdpbusd, a conversion, a product and two fma."""
-    text = build.assembly([d for d in matmul.KERNELS if d.name == "matmul_q4_1"], TARGETS["avx512"])
-    for count in (1, 4, 8, 16):
-        ops = inner_loop(text, f"matmul_q4_1_1x{count}")
-        fma = sum(n for op, n in ops.items() if op.startswith("vfmadd"))
-        assert (ops["vpdpbusd"], ops["vcvtdq2ps"], fma) == (8 * count, count, 2 * count)
-        assert ops["stack"] <= 20 * (count == 16)
+@pytest.mark.parametrize(
+    ("name", "maddubs", "adds", "madds", "fma"),
+    [("q4_0", 8, 7, 1, 1), ("q4_1", 8, 7, 1, 2), ("q4_k", 8, 7, 1, 2), ("q5_0", 8, 6, 2, 1), ("q6_k", 8, 4, 5, 1)],
+)
+def test_inner_loops_on_avx2_are_what_was_designed(name: str, maddubs: int, adds: int, madds: int, fma: int) -> None:
+    """Per token and 8 rows x 32 columns of 4-bit codes: 8 vpmaddubsw, 7 vpaddw, 1 vpmaddwd, a conversion. Five-bit sums
+    are widened twice; Q6_K has scales of 16 columns and multiplies with vpmaddwd."""
+    text = build.assembly([d for d in matmul.KERNELS if d.name == f"matmul_{name}"], AVX2)
+    scales = {"q4_k": 2}.get(name, 0)  # bytes that are converted
+    for tile, count in (("1x1", 1), ("1x2", 2), ("1x3", 3), ("1x4", 4), ("1x4_staged", 4)):
+        ops = inner_loop(text, f"matmul_{name}_{tile}")
+        assert (ops["vpmaddubsw"], ops["vpaddw"], ops["vpmaddwd"]) == (maddubs * count, adds * count, madds * count)
+        assert ops["vcvtdq2ps"] == count + scales
+        assert fused(ops) == fma * count
+        few = {"q4_k": 1, "q6_k": 10}.get(name, 0)
+        assert ops["stack"] <= (AVX2_SPILLS[name] if count > 2 else few), tile
+
+
+@pytest.mark.parametrize(
+    ("name", "fma"), [("q4_0", 1), ("q4_1", 2), ("q4_k", 2), ("q5_0", 1), ("q8_0", 1), ("q6_k", 2)]
+)
+def test_inner_loops_on_avx512_are_what_was_designed(name: str, fma: int) -> None:
+    """Per token and 16 rows x 32 columns: 8 vpdpbusd, a conversion (two where scales are of 16 columns) and the fma of
+    product and minimum. Nothing is spilled up to 8 tokens; at 16 some of 32 registers' worth of scales are."""
+    text = build.assembly([d for d in matmul.KERNELS if d.name == f"matmul_{name}"], TARGETS["avx512"])
+    conversions, scales = {"q6_k": (2, 2), "q4_k": (1, 2)}.get(name, (1, 0))
+    for count in (1, 2, 3, 4, 8, 16):
+        ops = inner_loop(text, f"matmul_{name}_1x{count}")
+        assert (ops["vpdpbusd"], ops["vcvtdq2ps"]) == (8 * count, conversions * count + scales)
+        assert fused(ops) == fma * count
+        assert ops["stack"] <= (36 if count == 16 else 0), count
+
+
+def fused(ops: Counter[str]) -> int:
+    return sum(n for op, n in ops.items() if op.startswith(("vfmadd", "vfnmadd")))
 
 
 @pytest.mark.parametrize("target", ["neon"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ai_engine.kernels.cpu import abi
+from ai_engine.kernels.cpu import abi, registry
 from ai_engine.kernels.cpu.formats import GROUP
 from ai_engine.kernels.cpu.kv import F16, INT8, KvElement, KvLayout
 from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Record, Target, Value, Var
@@ -42,7 +42,6 @@ BLOCK = 32  # positions whose keys and values surely lie in one page
 LOWEST = -1e30
 PARTIAL_HEADER = 16  # floats before a partial's o: m, l, unused
 MAX_PARTIAL_BYTES = 16 << 20
-ITEMS_PER_THREAD = 8  # a sequence with more tiles than this for each thread is not split
 MAX_HEAD_DIM = 512
 PREFETCH_ROWS = 4  # tiles so small wait for memory rather than for arithmetic
 L2 = 2  # a prefetch's locality: not into the first level, which holds the queries and scores
@@ -51,6 +50,7 @@ SEQ_WORDS = (
 )
 # chunks, chunks of a piece
 MAX_SEQS = 8192
+DEFAULT_CHOICES = registry.Registry()
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ def attention_args(
     max_context: int,
     qkv_stride: int = 0,
     out_stride: int = 0,
+    choices: registry.Registry = DEFAULT_CHOICES,
 ) -> tuple[str, npt.NDArray[np.uint64]]:
     """The kernel's name and argument block. Strides are bytes; 0: dense rows of f32."""
     head_dim, kv_heads = layout.head_dim, layout.kv_heads
@@ -148,6 +149,7 @@ def attention_args(
         group=heads // kv_heads,
         scale=scale,
         window=window,
+        **choices.values("attention", layout.element.name, registry.attention_shape(head_dim)),
     )
 
 
@@ -169,6 +171,7 @@ ARGS = Record(
     group="i64",
     scale="f32",
     window="i64",
+    **registry.fields("attention"),  # see registry.py
 )
 
 
@@ -394,16 +397,17 @@ def _emit(k: Kernel, e: KvElement) -> None:
 
     # Every thread makes the same table of work items: tiles x pieces x kv heads of each sequence.
     items, room = k.var(k.i64(0)), k.var(k.i64(0))
+    tiles_to_split = k.context.num_threads * registry.pick(a, "items_per_thread", h.T)
     with k.loop(0, num_seqs) as s:
         start, end = seq_start[s].sext("i64"), seq_start[s + 1].sext("i64")
         rows, length = end - start, context_len[s].sext("i64")
         tiles = (rows * group + (tile_pairs - 1)) // tile_pairs
         chunks = (length + (CHUNK - 1)) // CHUNK - first_seen(length - rows) // CHUNK
         need = chunks * kv_heads * rows * group * partial_stride
-        few = tiles * kv_heads <= k.context.num_threads * ITEMS_PER_THREAD
+        few = tiles * kv_heads <= tiles_to_split
         split = few & (chunks > 1) & (room.v + need <= a.partial_bytes)
         entry = table.shift(s * SEQ_WORDS)
-        run = k.max(chunks * tiles * kv_heads // (k.context.num_threads * ITEMS_PER_THREAD), 1)
+        run = k.max(chunks * tiles * kv_heads // tiles_to_split, 1)
         run = k.select(split, run, chunks)
         pieces = k.select(split, (chunks + (run - 1)) // run, 1)
         entry[0], entry[1], entry[2] = items.v, tiles, pieces

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ai_engine.kernels import catalog
-from ai_engine.kernels.cpu import abi, attention, build, matmul, pack, sample, screen
+from ai_engine.kernels.cpu import abi, attention, build, matmul, pack, registry, sample, screen
 from ai_engine.kernels.cpu.executor import SPIN_US, Clock, Contexts, Rings, aligned
 from ai_engine.kernels.cpu.formats import ActLayout
 from ai_engine.kernels.cpu.kv import KvLayout, kv_lanes
@@ -190,6 +190,8 @@ class CpuKernels:
         self._bound: CpuProgram | None = None
         self._definitions: dict[str, Record] = {}
         self._run_slots = 0
+        self.choices = registry.Registry()
+        """Variants of the kernels for programs that are compiled from now on; any give the same bits."""
         self.recording = True
         """Whether steps leave stamps in the rings; may be changed between steps."""
 
@@ -256,7 +258,7 @@ class CpuKernels:
                 rows = resources.max_tokens if buffer.type.rows == "tokens" else resources.max_logit_rows
                 end = buffer.offset + self.buffer_bytes(buffer.type, rows)
                 assert end <= resources.activations.size, (buffer, end, resources.activations.size)
-        binder = _Binder(self.target, resources, self._kv_layout(resources.kv_shape))
+        binder = _Binder(self.target, resources, self._kv_layout(resources.kv_shape), self.choices)
         sizes = [binder.workspace_bytes(call) for call in calls]
         workspace = aligned(max(sizes, default=0), 64)
         binder.workspace = _address(workspace)
@@ -330,8 +332,8 @@ def _vector_bytes(spec: WeightSpec) -> int:
 class _Binder:
     """Turns a call into (kernel, argument block)s: one, but for a screened head."""
 
-    def __init__(self, target: Target, resources: Resources, layout: KvLayout) -> None:
-        self.target, self.resources, self.layout = target, resources, layout
+    def __init__(self, target: Target, resources: Resources, layout: KvLayout, choices: registry.Registry) -> None:
+        self.target, self.resources, self.layout, self.choices = target, resources, layout, choices
         self.workspace = 0
         self._activations = _address(resources.activations)
         positions = [table.shape[0] for table in resources.rope_tables.values()]
@@ -446,6 +448,7 @@ class _Binder:
             accumulate=bool(call.attrs.get("accumulate", False)),
             logits=out.type.rows == "logits",
             view=view,
+            choices=self.choices,
         )
 
     def _refine(self, call: Call) -> tuple[str, dict[str, Number]]:
@@ -491,6 +494,7 @@ class _Binder:
             heads=catalog.attr_int(call, "heads"),
             scale=catalog.attr_float(call, "scale"),
             window=catalog.attr_int(call, "window", 0),
+            choices=self.choices,
             **self.sizes,
         )
 

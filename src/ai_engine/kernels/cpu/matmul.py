@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ai_engine.kernels.cpu import abi
+from ai_engine.kernels.cpu import abi, registry
 from ai_engine.kernels.cpu.formats import CODEBOOK, GROUP, QUANTISED, ActLayout
 from ai_engine.kernels.cpu.lang import Kernel, KernelDef, Number, Record, Target, Value, Var
 from ai_engine.kernels.cpu.pack import PackedLayout
@@ -49,15 +49,11 @@ ARGS = Record(
     rows="i64",  # N
     accumulate="i64",  # 1: add to out
     logits="i64",  # 1: R rows, 0: T rows
-    grain="i64",  # row blocks that a thread takes at once, at most
+    **registry.fields("matmul"),  # see registry.py
 )
 
-CHUNK_BYTES = 256 << 10
-"""Weights of one work item: they stay in L2 while token tiles pass over them."""
 
-
-SPAN_TOKENS = 64
-"""Tokens of one work item at most."""
+DEFAULT_CHOICES = registry.Registry()
 
 
 def kernel_name(dtype: DType, view: str = "") -> str:
@@ -77,6 +73,7 @@ def bind(
     accumulate: bool = False,
     logits: bool = False,
     view: str = "",
+    choices: registry.Registry = DEFAULT_CHOICES,
 ) -> tuple[str, dict[str, Number]]:
     """The kernel and its arguments for a packed weight; addresses in bytes, strides in floats. ``view``: of a split
     weight, the default is "split" (exact) and "screen" the rough product of the screened rows."""
@@ -94,7 +91,7 @@ def bind(
         "rows": spec.rows,
         "accumulate": int(accumulate),
         "logits": int(logits),
-        "grain": max(1, CHUNK_BYTES // layout.block_bytes),
+        **choices.values("matmul", spec.dtype.value, registry.matmul_shape(spec.rows, spec.cols)),
     }
 
 
@@ -469,7 +466,7 @@ def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
                 head_step = layout.head_step // (8 if f.k_quant else 1)
                 if stage is None and f.view != "screen":
                     step = layout.body_step + head_step
-                    _prefetch(k, [w + (body_offset + PREFETCH_BYTES) + g * step for w in weights], step)
+                    _prefetch(k, [w + (body_offset + p["ahead"]) + g * step for w in weights], step)
                 else:  # this range of columns of the next row block
                     _prefetch(k, [body.at + block_bytes for body in bodies], layout.plane_step)
                     _prefetch(k, [w + block_bytes + g * head_step for w in weights], head_step)
@@ -490,9 +487,6 @@ def _emit_tile(k: Kernel, f: Format, tile: Tile, p: dict[str, Value]) -> None:
         with k.loop(0, groups, STAGE_GROUPS) as first:
             last = k.min(first + STAGE_GROUPS, groups)
             run(first, last, first.eq(0), k.select(last.eq(groups), outliers, 0))
-
-
-PREFETCH_BYTES = 8192
 
 
 def _prefetch(k: Kernel, starts: list[Value], nbytes: int) -> None:
@@ -766,7 +760,8 @@ def _emit_float_tile(k: Kernel, dtype: DType, tile: Tile, p: dict[str, Value]) -
         with k.loop(0, whole, 4) as at:
             if num_tokens <= 4:
                 step = layout.body_step
-                _prefetch(k, [w + PREFETCH_BYTES + at * step for w in weights], 4 * step)
+                ahead = p["ahead"] + at * step
+                _prefetch(k, [w + ahead for w in weights], 4 * step)
             columns(at, 4)
         with k.loop(whole, p["cols"]) as at:
             columns(at, 1)
@@ -802,7 +797,10 @@ def tiles(target: Target, dtype: DType) -> tuple[Tile, ...]:
     return few
 
 
-_PARAMS = ("ctx", "x", "w", "out", "bias", "blocks", "rows", "cols", "out_stride", "x_stride", "accumulate")
+MIN_LARGEST = 4
+"""Tiles of up to so many tokens are always used."""
+
+_PARAMS = ("ctx", "x", "w", "out", "bias", "blocks", "rows", "cols", "out_stride", "x_stride", "accumulate", "ahead")
 
 
 def call_tile(k: Kernel, f: Format, tile: Tile, values: dict[str, Value]) -> None:
@@ -847,10 +845,14 @@ def _emit(k: Kernel, f: Format) -> None:
     # Items are chunks of row blocks x spans of tokens. Spans let many tokens have large chunks: each tile of tokens is
     # staged once per chunk. Five eighths of the row blocks go in large chunks, the rest in small ones, so that threads
     # finish together though others use the cores too (10 to 20 % of a decoding step's median on a busy machine).
-    spans = (num_tokens + (SPAN_TOKENS - 1)) // SPAN_TOKENS
+    span, ahead, largest = (
+        registry.pick(a, name, num_tokens) for name in ("span_tokens", "ahead_bytes", "tile_tokens")
+    )
+    grain = registry.pick(a, "chunk_bytes", num_tokens) // block_bytes
+    spans = (num_tokens + (span - 1)) // span
     threads = k.context.num_threads
     share = blocks * spans * 5 // (threads * 8)
-    large = k.max(k.min(a.grain, share), 1)
+    large = k.max(k.min(grain, share), 1)
     num_large = (blocks * 5).lshr(3) // large
     rest = blocks - num_large * large
     small = k.max(k.min(large, rest * spans // (threads * 3)), 1)
@@ -859,8 +861,8 @@ def _emit(k: Kernel, f: Format) -> None:
         is_large = chunk < num_large
         first = k.select(is_large, chunk * large, num_large * large + (chunk - num_large) * small)
         count = k.min(k.select(is_large, large, small), blocks - first)
-        first_token = begin + item % spans * SPAN_TOKENS
-        last_token = k.min(first_token + SPAN_TOKENS, end)
+        first_token = begin + item % spans * span
+        last_token = k.min(first_token + span, end)
         done = k.var(first_token)
 
         def values(t: Value, block: Value, blocks: Value) -> dict[str, Value]:
@@ -872,12 +874,14 @@ def _emit(k: Kernel, f: Format) -> None:
                 "ctx": k.ctx, "x": x, "w": a.w + block * block_bytes, "out": a.out + (t * a.out_stride + block * n) * 4,
                 "bias": k.select(a.bias.ptr_to_int().eq(0), a.bias, a.bias + block * (4 * n)), "blocks": blocks,
                 "rows": a.rows - block * n, "cols": a.cols, "out_stride": a.out_stride, "x_stride": a.x_stride,
-                "accumulate": a.accumulate,
+                "accumulate": a.accumulate, "ahead": ahead,
             }  # fmt: skip
 
         many = last_token - first_token >= STAGED_TOKENS
         for tile in tiles(k.target, dtype):
             last = k.select(many, last_token, first_token) if tile.staged else last_token
+            if tile.tokens > MIN_LARGEST:
+                last = k.select(largest >= tile.tokens, last, first_token)
             with k.loop(done.v, last - (tile.tokens - 1), tile.tokens) as t:
                 start = k.var(k.i64(0))
                 for r in (tile.blocks, 1) if tile.blocks > 1 else (1,):

@@ -53,7 +53,7 @@ def refine_head(k: Kernel) -> None:
                 {
                     "ctx": k.ctx, "x": x, "w": a.w + block * block_bytes, "out": out, "bias": k.const(0, "ptr"),
                     "blocks": k.i64(1), "rows": a.rows - block * n, "cols": a.cols, "out_stride": k.i64(n),
-                    "x_stride": k.i64(0), "accumulate": k.i64(0),
+                    "x_stride": k.i64(0), "accumulate": k.i64(0), "ahead": k.i64(0),
                 },
             )  # fmt: skip
             exacts[i] = k.array(out, "f32")[token[i].sext("i64") % n]
