@@ -70,13 +70,9 @@ def test_without_a_table_constants_and_no_notice(tmp_path: Path, monkeypatch: py
 
 
 def test_a_stale_table_is_left_aside_with_a_notice(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for machine, threads in (
-        (msgspec.structs.replace(MACHINE, cpu_name="Another"), 2),
-        (msgspec.structs.replace(MACHINE, cache_l2_bytes=1 << 20), 2),
-        (MACHINE, 1),
-    ):
+    for change in ({"cpu_name": "Another"}, {"cache_l2_bytes": 1 << 20}, {"cores": 4}):
         with pytest.warns(RuntimeWarning, match="of another machine .* bench tune"):
-            assert registry.load(AVX2, machine, threads).entries == {}
+            assert registry.load(AVX2, msgspec.structs.replace(MACHINE, **change), 2).entries == {}
     monkeypatch.setattr(build, "cache_key", lambda target: "another source")
     with pytest.warns(RuntimeWarning, match="of other kernels"):
         assert registry.load(AVX2, MACHINE, 2).entries == {}
@@ -95,7 +91,11 @@ def test_a_damaged_table_is_left_aside_with_a_notice(table: Path, old: bytes, ne
         assert registry.load(AVX2, MACHINE, 2).entries == {}
 
 
-def test_other_targets_have_tables_of_their_own(table: Path) -> None:
+def test_other_targets_and_threads_have_tables_of_their_own(table: Path) -> None:
+    assert registry.load(AVX2, MACHINE, 1).entries == {}
+    table.rename(registry.table_path(AVX2, 1))  # a copy under a wrong name is found out
+    with pytest.warns(RuntimeWarning, match="2 threads; this is .* 1 threads"):
+        assert registry.load(AVX2, MACHINE, 1).entries == {}
     assert registry.load(TARGETS["avx512"], MACHINE, 2).entries == {}
 
 

@@ -184,14 +184,15 @@ def machine_text(machine: Machine, threads: int) -> str:
     return f"{machine.cpu_name}, {machine.cores} cores, caches {caches} KiB, {threads} threads"
 
 
-def table_path(target: Target) -> Path:
-    return build.cache_dir() / f"{target.name}-variants.json"
+def table_path(target: Target, threads: int) -> Path:
+    """Each number of threads has its own: a server of another number does not set the table aside."""
+    return build.cache_dir() / f"{target.name}-{threads}-variants.json"
 
 
 def load(target: Target, machine: Machine, threads: int) -> Registry:
-    """The choices measured here for these kernels. A table that is damaged, or of another machine, number of threads or
-    kernels, is left aside with a notice."""
-    path = table_path(target)
+    """The choices measured here for these kernels. A table that is damaged, or of another machine or other kernels, is
+    left aside with a notice."""
+    path = table_path(target, threads)
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -222,7 +223,7 @@ def _aside(path: Path, what: str) -> Registry:
 
 def store(registry: Registry, target: Target, machine: Machine, threads: int) -> Path:
     """Write the table, whole or not at all. OSError where that cannot be."""
-    path = table_path(target)
+    path = table_path(target, threads)
     entries = sorted(registry.entries.values(), key=lambda entry: entry.key)
     table = Table(machine=machine_text(machine, threads), kernels=build.cache_key(target), entries=entries)
     path.parent.mkdir(parents=True, exist_ok=True)
