@@ -26,6 +26,7 @@ from ai_engine.ports.errors import (
     InvalidApiKey,
     MethodNotAllowed,
     NotFound,
+    Overloaded,
     PermissionDenied,
     RateLimitExceeded,
     RequestTimeout,
@@ -246,7 +247,8 @@ class Api:
         """The error as a response, unless one has been started already (a handler's own bug, which is logged)."""
         if exchange.started:
             return
-        if isinstance(error, RateLimitExceeded):
+        at_the_door = isinstance(error, Overloaded) and not exchange.body_read  # serving counts what it refuses itself
+        if at_the_door or isinstance(error, RateLimitExceeded):
             self._telemetry.emit(RequestRefused(error.code))
         headers: list[Header] = []
         if error.retryable:
