@@ -177,6 +177,9 @@ class Api:
             self._telemetry.emit(self._traced(exchange, route, started_s, ended_s))
 
     def _traced(self, exchange: Exchange, route: str, started_s: float, ended_s: float) -> RequestTraced:
+        """To the last byte, if the answer is whole: what is tidied up afterwards is nobody's wait."""
+        if exchange.ended:
+            ended_s = exchange.sent_s
         return RequestTraced(
             context=exchange.context,
             route=route,
@@ -185,7 +188,7 @@ class Api:
             started_s=started_s,
             ended_s=ended_s,
             wall_s=self._clock.wall_s() - (self._clock.now_s() - started_s),
-            parts=exchange.parts.end(),
+            parts=exchange.parts.end(ended_s),
             key=exchange.key.name,
             requests=exchange.requests,
             attributes=exchange.attributes,

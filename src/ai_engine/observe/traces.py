@@ -179,6 +179,9 @@ class Traces:
         waits = [parts.pop(name) for name in GATEWAY_PARTS if name in parts]
         for part in _worker_parts(waits, runs):
             parts[part.name] = part
+        if "decode" not in parts and any(times.completion_tokens > 1 for times in runs):
+            begun = parts["prefill"].ended_s if "prefill" in parts else traced.started_s
+            parts["decode"] = Part("decode", begun, begun, 0.0, 0)  # it took steps, and nobody waited: all came at once
         origin, context = traced.started_s, traced.context
         order = {name: index for index, name in enumerate(PART_ORDER)}
         return [
