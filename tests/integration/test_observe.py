@@ -101,8 +101,12 @@ async def test_a_token_line_names_the_step_and_the_trace(server: Server) -> None
 
 
 async def test_objectives_are_judged_while_the_server_runs(server: Server, tmp_path: Path) -> None:
-    for _ in range(12):
-        await ask(server, completion(2))
+    asked = [await ask(server, completion(2)) for _ in range(12)]
+
+    async def are_logged() -> bool:
+        return all(log_of(server, "request", trace_id) for trace_id in asked)
+
+    await until(are_logged, "a line for each")
 
     def check(*more: str) -> subprocess.CompletedProcess[str]:
         words = ["slo", "check", str(tmp_path / "slo.toml"), *more]
