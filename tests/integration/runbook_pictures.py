@@ -33,7 +33,7 @@ def telling_step(cause: Cause, trace: Trace) -> int | None:
         return int(max(steps, key=lambda step: step["all_rows"])["step"])
     if cause.name in ("CPU stolen", "slow sampling", "deep context"):
         own = sorted((step for step in steps if is_own(step)), key=lambda step: step["seconds"])
-        return int(own[len(own) // 2]["step"])
+        return int(own[len(own) // 2 if cause.name == "CPU stolen" else 0]["step"])
     return None
 
 
