@@ -80,8 +80,9 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
-    def photograph(self, path: Path) -> None:
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+    def photograph(self, path: Path, clip: dict[str, float] | None = None) -> None:
+        """PNG of what is in sight, or of ``clip`` (x, y, width, height in the page's pixels; scale)."""
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, **({"clip": clip} if clip else {}))
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def heard(self, message: dict[str, Any]) -> None:
@@ -164,6 +165,6 @@ class Browser:
 
 
 @contextmanager
-def new_page(chromium: str) -> Iterator[Page]:
+def new_page(chromium: str, width: int = 1400) -> Iterator[Page]:
     with Browser(chromium) as browser:
-        yield browser.new_page()
+        yield browser.new_page(width)

@@ -33,7 +33,7 @@ MAY_STAY = {
     "l7_api_stream_errors_midstream", "l6_ops_drain_state", "l6_ops_health_ready",
     "l6_ops_log_suppressed", "l6_slo_state", "l6_slo_burn_rate_ratio", "l6_slo_events",
     "l1_host_cpu_steal_ratio", "l1_host_cpu_throttled_seconds", "l1_host_cpu_quota_cores",  # the machine's
-    "l1_host_cpu_utilisation_ratio", "l1_host_process_pss_bytes",
+    "l1_host_cpu_utilisation_ratio", "l1_host_process_pss_bytes", "l1_host_memory_available_bytes",
     "l6_ops_trace_exported_spans",  # the collector is gone, on purpose
 }  # fmt: skip
 """Families that a healthy server need not move; each has a test of its own or is said once."""

@@ -15,6 +15,7 @@ import pytest
 from ai_engine.observe.host import memory_by_category, pss_bytes
 from ai_engine.testing.process import Server
 from tests.integration.client import metrics, send, until
+from tests.integration.test_tracing import trace_of
 
 pytestmark = pytest.mark.usefixtures("no_connection_left")
 
@@ -93,16 +94,19 @@ async def test_a_token_line_names_the_step_and_the_trace(server: Server) -> None
     await until(is_told, "a line a token")
     assert log_of(server, "token", quiet) == []
     assert len(log_of(server, "request", asked)) == 1, "one line a request"
-    exchange = await send(server.url, f"/traces/{asked}?step=all")
-    steps = {step["step"] for step in (await exchange.json())["requests"][0]["steps"]}
+    steps = {step["step"] for step in (await trace_of(server.url, asked))["steps"]}
     lines = log_of(server, "token", asked)
     assert {line["step"] for line in lines} <= steps
     assert all(isinstance(line["token"], int) and "text" not in line for line in lines)
 
 
 async def test_objectives_are_judged_while_the_server_runs(server: Server, tmp_path: Path) -> None:
-    for _ in range(12):
-        await ask(server, completion(2))
+    asked = [await ask(server, completion(2)) for _ in range(12)]
+
+    async def are_logged() -> bool:
+        return all(log_of(server, "request", trace_id) for trace_id in asked)
+
+    await until(are_logged, "a line for each")
 
     def check(*more: str) -> subprocess.CompletedProcess[str]:
         words = ["slo", "check", str(tmp_path / "slo.toml"), *more]
@@ -126,8 +130,7 @@ async def test_achieved_bandwidth_is_bytes_over_time(tiny_model: Path) -> None:
     server = await asyncio.to_thread(Server, str(tiny_model), "--served-name", "tiny", "--threads", "1")
     try:
         trace_id = await ask(server, completion(20, temperature=1, seed=4))
-        exchange = await send(server.url, f"/traces/{trace_id}?step=all")
-        check_bandwidth((await exchange.json())["requests"][0]["steps"])
+        check_bandwidth((await trace_of(server.url, trace_id, "all"))["steps"])
     finally:
         await asyncio.to_thread(server.stop)
 

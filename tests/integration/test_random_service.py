@@ -173,7 +173,7 @@ async def test_random_workload(architecture: str, seed: int, tmp_path: Path) -> 
         assert plain.num_guesses == 0
     with engine_of(path, max_context=MAX_CONTEXT) as probe:
         page_bytes = probe.plan.page_bytes
-    options = {
+    options: dict[str, Any] = {
         "kv_memory": NUM_PAGES * page_bytes,
         "max_step_tokens": 48,
         "eviction": ("lru", "fifo", "hybrid")[seed % 3],

@@ -15,7 +15,7 @@ from oteltap import OtelTapHttpProtobufReceiver, OtelTapHttpProtobufReceiverSett
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from ai_engine.testing.process import Server, free_port
-from tests.integration.client import send
+from tests.integration.client import RUNNING, metrics, send, until
 
 pytestmark = pytest.mark.usefixtures("no_connection_left")
 NUM_OTHERS = 8
@@ -48,6 +48,10 @@ async def trace_of(url: str, trace_id: str, step: str = "") -> dict[str, Any]:
     raise AssertionError(f"no trace {trace_id}")
 
 
+async def all_run(url: str) -> bool:
+    return (await metrics(url))[RUNNING] >= NUM_OTHERS
+
+
 def command(*args: str) -> str:
     """What `ai-engine ...` prints."""
     done = subprocess.run([sys.executable, "-m", "ai_engine.cli", *args], capture_output=True, text=True, timeout=60)
@@ -57,7 +61,10 @@ def command(*args: str) -> str:
 
 async def test_a_request_among_eight_others_is_told_down_to_its_ops(tiny_server: Server, tmp_path: Path) -> None:
     url = tiny_server.url
-    others = [asyncio.create_task(ask(url, 150, prompt=[7 + n] * 30)) for n in range(NUM_OTHERS)]
+    others = [
+        asyncio.create_task(ask(url, 1500, prompt=[7 + n] * 30, temperature=1, seed=n)) for n in range(NUM_OTHERS)
+    ]
+    await until(lambda: all_run(url), "the others run")
     trace_id, client_s = await ask(url, 60, stream=True)
     await asyncio.gather(*others)
     request = await trace_of(url, trace_id, "all")

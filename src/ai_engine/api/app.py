@@ -26,6 +26,7 @@ from ai_engine.ports.errors import (
     InvalidApiKey,
     MethodNotAllowed,
     NotFound,
+    Overloaded,
     PermissionDenied,
     RateLimitExceeded,
     RequestTimeout,
@@ -176,6 +177,9 @@ class Api:
             self._telemetry.emit(self._traced(exchange, route, started_s, ended_s))
 
     def _traced(self, exchange: Exchange, route: str, started_s: float, ended_s: float) -> RequestTraced:
+        """To the last byte, if the answer is whole: what is tidied up afterwards is nobody's wait."""
+        if exchange.ended:
+            ended_s = exchange.sent_s
         return RequestTraced(
             context=exchange.context,
             route=route,
@@ -184,7 +188,7 @@ class Api:
             started_s=started_s,
             ended_s=ended_s,
             wall_s=self._clock.wall_s() - (self._clock.now_s() - started_s),
-            parts=exchange.parts.end(),
+            parts=exchange.parts.end(ended_s),
             key=exchange.key.name,
             requests=exchange.requests,
             attributes=exchange.attributes,
@@ -246,7 +250,8 @@ class Api:
         """The error as a response, unless one has been started already (a handler's own bug, which is logged)."""
         if exchange.started:
             return
-        if isinstance(error, RateLimitExceeded):
+        at_the_door = isinstance(error, Overloaded) and not exchange.body_read  # serving counts what it refuses itself
+        if at_the_door or isinstance(error, RateLimitExceeded):
             self._telemetry.emit(RequestRefused(error.code))
         headers: list[Header] = []
         if error.retryable:

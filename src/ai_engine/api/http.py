@@ -77,6 +77,7 @@ class Exchange:
         now_s: Callable[[], float],
     ) -> None:
         self.parts = Parts(now_s)
+        self._now_s = now_s
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -86,6 +87,7 @@ class Exchange:
         self.params: dict[str, str] = {}
         self.status = 0
         self.ended = False  # the whole response is out
+        self.sent_s = 0.0  # when its last byte was
         self.common: list[Header] = []
         self._receive = receive
         self._send = send
@@ -275,6 +277,7 @@ class Exchange:
             async with asyncio.timeout(self.config.write_timeout_s):
                 await self._deliver({"type": "http.response.body", "body": data, "more_body": more})
                 self.ended = not more
+            self.sent_s = self._now_s()
         except TimeoutError:
             if self._connection:
                 self._connection["abort"]()

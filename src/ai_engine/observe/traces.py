@@ -178,7 +178,10 @@ class Traces:
         parts = {part.name: part for part in traced.parts}
         waits = [parts.pop(name) for name in GATEWAY_PARTS if name in parts]
         for part in _worker_parts(waits, runs):
-            parts[part.name] = part
+            parts[part.name] = _joined(part, parts.get(part.name))
+        if "decode" not in parts and any(times.completion_tokens > 1 for times in runs):
+            begun = parts["prefill"].ended_s if "prefill" in parts else traced.started_s
+            parts["decode"] = Part("decode", begun, begun, 0.0, 0)  # it took steps, and nobody waited: all came at once
         origin, context = traced.started_s, traced.context
         order = {name: index for index, name in enumerate(PART_ORDER)}
         return [
@@ -305,8 +308,9 @@ def span_id(*names: str) -> str:
 
 
 def _worker_parts(waits: Sequence[Part], runs: Sequence[TokenTimes]) -> list[Part]:
-    """What the gateway waited for, from the submit to the first token, by the worker's stamps: queue, prefill, and the
-    handover before and after. Of several choices the one whose token came first is what was waited for."""
+    """What the gateway waited for, from the submit to its first wake-up, by the worker's stamps: queue, prefill, decode
+    where the whole answer was there by then, and the handover before and after. Of several choices the one whose token
+    came first is what was waited for."""
     if not waits:
         return []
     begun, ended = waits[0].started_s, waits[-1].ended_s
@@ -316,12 +320,24 @@ def _worker_parts(waits: Sequence[Part], runs: Sequence[TokenTimes]) -> list[Par
     arrived = _within(first.ended_s - first.e2e_s, begun, ended)
     scheduled = _within(first.ended_s - first.e2e_s + first.queue_s, arrived, ended)
     token = _within(_first_token_s(first) or first.ended_s, scheduled, ended)
-    handover = (arrived - begun) + (ended - token)
-    return [
-        Part("handover", begun, ended, handover, 2),
+    last = max(token, first.ended_s) if first.ended_s <= ended else token
+    found = [
+        Part("handover", begun, ended, (arrived - begun) + (ended - last), 2),
         Part("queue", arrived, scheduled, scheduled - arrived),
         Part("prefill", scheduled, token, token - scheduled),
     ]
+    if last > token:
+        busy = (ended - begun) - sum(part.seconds for part in waits)  # with tokens that made no text yet
+        found.append(Part("decode", token, last, max(0.0, last - token - busy)))
+    return found
+
+
+def _joined(part: Part, other: Part | None) -> Part:
+    """Two stretches of one part."""
+    if other is None:
+        return part
+    begun, ended = min(part.started_s, other.started_s), max(part.ended_s, other.ended_s)
+    return Part(part.name, begun, ended, part.seconds + other.seconds, part.count + other.count)
 
 
 def _within(value: float, low: float, high: float) -> float:

@@ -64,9 +64,9 @@ class Parts:
             self.enter("contract", ended_s)
         self.enter("contract")
 
-    def end(self) -> list[Part]:
-        """The last part ends; all of them, in order of their beginning."""
-        self.enter(self._name)
+    def end(self, at_s: float | None = None) -> list[Part]:
+        """The last part ends, now or at an earlier stamp; all of them, in order of their beginning."""
+        self.enter(self._name, at_s)
         return sorted(self.parts.values(), key=lambda part: part.started_s)
 
 

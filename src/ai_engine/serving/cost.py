@@ -93,27 +93,26 @@ class CostModel:
         """Learn from a step that ran."""
         x = _features(load)
         residual_s = seconds - self.predict_s(load)
-        if self._seen >= 16:
-            bound_s = _OUTLIER * self._typical_s + 1e-4
-            residual_s = min(max(residual_s, -bound_s), bound_s)
-        self._seen += 1
-        rate = 0.5 if self._seen < 16 else 0.05
-        self._typical_s += rate * (abs(residual_s) - self._typical_s)
         size = range(len(x))
         spread = [sum(row[j] * x[j] for j in size) for row in self._cov]
+        known = sum(x[i] * spread[i] for i in size)
         noise = _NOISE * max((seconds / 0.02) ** 2, 0.01)
-        scale = noise + sum(x[i] * spread[i] for i in size)
+        bound_s = _OUTLIER * self._typical_s + 1e-4
+        if self._seen >= 16 and abs(residual_s) > bound_s:  # moves the weights as one at the bound, and tells as little
+            noise = (noise + known) * abs(residual_s) / bound_s - known
+        self._seen += 1
+        rate = 0.5 if self._seen < 16 else 0.05
+        self._typical_s += rate * (min(abs(residual_s), bound_s) - self._typical_s)
         for i in size:
-            gain = spread[i] / scale
+            row, gain = self._cov[i], spread[i] / (noise + known)
             self._weights[i] += gain * residual_s
-            row = self._cov[i]
             for j in size:
                 row[j] -= gain * spread[j]
             row[i] = min(row[i] + _DRIFT, _MAX_VARIANCE[i])
         self._keep_positive()
         if load.rows == load.logit_rows and load.rows <= _BENT_ROWS and self._seen >= 16:
             self._bend_s = [bend * _BEND_MEMORY for bend in self._bend_s]  # what is not seen again is doubted
-            self._bend_s[load.rows] += _BEND_RATE * residual_s
+            self._bend_s[load.rows] += _BEND_RATE * min(max(residual_s, -bound_s), bound_s)
 
     def _keep_positive(self) -> None:
         """No part of a step takes negative time. A weight below 0 is set to it, and the others move as they would if

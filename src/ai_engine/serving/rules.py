@@ -58,9 +58,11 @@ def _has_seat(state: State, choice: Choice, budget: KvBudget) -> bool:
 
 def _has_rows(state: State, choice: Choice, budget: KvBudget) -> bool:
     """Prompts that would not get a row for a while wait in the queue, where they pin no pages. A tenant waits for its
-    own: those of others let it go first."""
-    backlog = sum(c.uncomputed for c in state.running if c.tenant == choice.tenant)
-    return backlog < 2 * state.limits.max_step_tokens
+    own: those of others let it go first; and a short prompt waits for short ones only, as it goes before the long."""
+    own = [c for c in state.running if c.tenant == choice.tenant]
+    if not state.is_long(choice):
+        own = [c for c in own if not state.is_long(c)]
+    return sum(c.uncomputed for c in own) < 2 * state.limits.max_step_tokens
 
 
 def _has_pages(state: State, choice: Choice, budget: KvBudget) -> bool:

@@ -15,6 +15,7 @@ from ai_engine.ports.runtime import KvBudget, StepPlan, Work
 from ai_engine.serving.cost import Load, attended
 from ai_engine.serving.state import Choice, State
 
+_WORTHWHILE: Final = 1.5  # where the target is out of reach, a chunk may add half of what the step costs anyway
 _MIN_GAIN: Final = 1.03  # guesses must promise this much more than none
 _PROBE_STEPS: Final = 64
 _PROBE_GUESSES: Final = 3
@@ -117,6 +118,9 @@ def _decode(state: State, ledger: Ledger) -> None:
 def _prefill(state: State, ledger: Ledger) -> None:
     """Chunks of prompts, in fair order. The first always advances; the next ones only by a chunk worth its overhead."""
     target_s = state.config.step_target_s if ledger.work else state.config.prefill_target_s
+    without_s = state.cost.predict_s(ledger.load)
+    if without_s > target_s:  # whatever the step carries (the cores are shared with others): crumbs would gain nothing
+        target_s = _WORTHWHILE * without_s
     first = True
     prompts = state.prompts_in_order()
     for place, choice in enumerate(prompts):

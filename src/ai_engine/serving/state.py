@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Set
+from typing import Final
 
 import msgspec
 
@@ -24,6 +25,10 @@ from ai_engine.serving.queue import FairQueue
 from ai_engine.serving.shares import Shares, seats_of_one
 
 MAX_SEED = 1 << 64
+
+
+LONG_EVERY: Final = 4
+"""Of so many steps, one gives its rows to prompts in order of age alone."""
 
 
 class Group:
@@ -183,16 +188,27 @@ class State:
         seats = Counter(choice.tenant for choice in self.running)
         return {tenant for tenant, taken in seats.items() if tenant and taken >= bound}
 
-    def prompts_in_order(self) -> list[Choice]:
-        """Sequences with more than one token to compute: who was given least first, then the oldest."""
-        prompts = [choice for choice in self.running if choice.uncomputed > 1]
-        if len({choice.tenant for choice in prompts}) < 2:
-            return prompts
-        seats = Counter(choice.tenant for choice in self.running)
+    def is_long(self, choice: Choice) -> bool:
+        """Whether what it has to compute takes more than one step, whatever the time."""
+        return choice.uncomputed > self.limits.max_step_tokens
 
-        def place(choice: Choice) -> tuple[int, float, float, tuple[int, int, int]]:
-            weight = choice.group.request.weight
-            return choice.age[0], self.shares.served(choice.tenant), seats[choice.tenant] / weight, choice.age
+    def prompts_in_order(self) -> list[Choice]:
+        """Sequences with more than one token to compute: who was given least first; of a tenant's, the short before the
+        long, so that nobody waits for another's book; then the oldest. Every fourth step the long wait for no short
+        one, so that they arrive too."""
+        prompts = [choice for choice in self.running if choice.uncomputed > 1]
+        if len(prompts) < 2:
+            return prompts
+        several = len({choice.tenant for choice in prompts}) > 1
+        seats = Counter(choice.tenant for choice in self.running) if several else Counter[str]()
+        all_alike = self.step % LONG_EVERY == 0
+
+        def place(choice: Choice) -> tuple[int, float, float, bool, tuple[int, int, int]]:
+            served, seat = 0.0, 0.0
+            if several:
+                served = self.shares.served(choice.tenant)
+                seat = seats[choice.tenant] / choice.group.request.weight
+            return choice.age[0], served, seat, not all_alike and self.is_long(choice), choice.age
 
         return sorted(prompts, key=place)
 

@@ -119,8 +119,11 @@ def recording(max_bytes: int = 1 << 20, num_threads: int = 2, entries: int = 64)
     rings.close()
 
 
-def play(traces: Traces, rings: FakeRings, *, key: str = "") -> None:
-    """One request of a prompt chunk and two decode steps, beside another request in the last step."""
+def play(
+    traces: Traces, rings: FakeRings, *, key: str = "", parts: Sequence[Part] | None = None, until: float = 10.155
+) -> None:
+    """One request of a prompt chunk and two decode steps, beside another request in the last step. ``parts`` are what
+    the gateway saw."""
     traces.emit(ev.SequenceOpened(7, "r1", TRACE, 0, 10.02, 20, 0))
     traces.emit(ev.SequenceOpened(8, "r2", "f" * 32, 0, 10.15, 5, 0))
     works = [
@@ -138,10 +141,10 @@ def play(traces: Traces, rings: FakeRings, *, key: str = "") -> None:
             cached_tokens=0, completion_tokens=3, gaps_s=[0.05, 0.05], ended_s=10.151, index=0,
         )
     )  # fmt: skip
-    parts = [
+    parts = parts or [
         Part("receive", 10.0, 10.002, 0.002), Part("contract", 10.002, 10.006, 0.004),
         Part("submit", 10.006, 10.012, 0.006), Part("first_token", 10.012, 10.052, 0.04),
         Part("decode", 10.053, 10.153, 0.098, 2), Part("detokenise", 10.052, 10.154, 0.002, 3),
         Part("send", 10.052, 10.155, 0.003, 3),
     ]  # fmt: skip
-    traces.emit(traced(10.0, 10.155, parts, key=key))
+    traces.emit(traced(10.0, until, parts, key=key))

@@ -33,6 +33,47 @@ def test_the_parts_are_measured_and_add_up() -> None:
         assert request["seconds"] == pytest.approx(0.155)
 
 
+@pytest.mark.parametrize(
+    ("until", "busy", "decode", "handover"),
+    [
+        (10.153, 0.0, 0.101, 0.006),  # the worker was done 2 ms before
+        (10.153, 0.004, 0.097, 0.006),  # and 4 ms of it went into tokens that made no text
+        (10.150, 0.0, 0.0, 0.104),  # late for the first token, and the worker still at it
+    ],
+)
+def test_an_answer_that_came_at_once_was_decoded_by_the_workers_stamps(
+    until: float, busy: float, decode: float, handover: float
+) -> None:
+    with recording() as (traces, rings):
+        parts = [
+            Part("receive", 10.0, 10.006, 0.006), Part("submit", 10.006, 10.012, 0.006),
+            Part("first_token", 10.012, until, until - 10.012 - busy),
+            Part("detokenise", 10.05, 10.154, 10.154 - until + busy), Part("send", 10.154, 10.155, 0.001),
+        ]  # fmt: skip
+        play(traces, rings, parts=parts)
+        request = tree_of(traces)
+        seconds = {part["name"]: part["seconds"] for part in request["parts"]}
+        assert seconds["prefill"] == pytest.approx(0.02)
+        assert seconds["decode"] == pytest.approx(decode)
+        assert seconds["handover"] == pytest.approx(handover)
+        assert abs(request["unaccounted_seconds"]) < 1e-9
+
+
+def test_what_came_at_once_and_what_was_waited_for_is_one_decode() -> None:
+    """Of two choices the first was all there at the first wake-up, the other was not."""
+    with recording() as (traces, rings):
+        parts = [
+            Part("submit", 10.0, 10.012, 0.012), Part("first_token", 10.012, 10.153, 0.141),
+            Part("decode", 10.154, 10.164, 0.010), Part("detokenise", 10.153, 10.165, 0.002, 2),
+        ]  # fmt: skip
+        play(traces, rings, parts=parts, until=10.165)
+        request = tree_of(traces)
+        decode = next(part for part in request["parts"] if part["name"] == "decode")
+        assert decode["seconds"] == pytest.approx(0.101 + 0.010)
+        assert (decode["at"], decode["until"]) == pytest.approx((0.05, 0.164))
+        assert abs(request["unaccounted_seconds"]) < 1e-9
+
+
 def test_steps_nest_in_the_request_layers_in_steps_and_ops_in_layers() -> None:
     with recording() as (traces, rings):
         play(traces, rings)

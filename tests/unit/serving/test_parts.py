@@ -111,6 +111,26 @@ def test_long_decode_does_not_unlearn_what_prefill_costs() -> None:
     assert model.predict_s(chunk) == pytest.approx(before, rel=0.25)
 
 
+def test_a_price_that_is_far_off_is_unlearned_through_outliers() -> None:
+    """After steps of one row, in which rows cannot be told from the rest, chunks come that cost a fraction of what was
+    thought: the first differ so much that they count as outliers, and yet each is a step towards the truth."""
+    rng = random.Random(4)
+    model = CostModel(prior_s(1_200_000_000, 23_040))
+
+    def step(rows: int) -> tuple[Load, float]:
+        load = Load()
+        load.add(rows, 1, 100)
+        return load, (0.09 + 0.001 * rows) * rng.gauss(1, 0.03)
+
+    for _ in range(40):
+        model.observe(*step(1))
+    for _ in range(80):
+        model.observe(*step(9))
+    for rows in (1, 9, 40):
+        load, seconds = step(rows)
+        assert model.predict_s(load) == pytest.approx(seconds, rel=0.15)
+
+
 @given(st.floats(0, 1), st.integers(0, 100), st.integers(0, 100_000))
 @settings(deadline=None)
 def test_rows_within_is_what_predict_says(seconds: float, rows: int, depth: int) -> None:

@@ -200,7 +200,7 @@ machines = st.builds(
 @given(machines, st.integers(0, 1 << 16))
 @settings(max_examples=10, deadline=None)
 def test_everyone_progresses_on_any_machine(machine: Machine, seed: int) -> None:
-    """Streams get a token in every step, and the oldest prompt its smallest chunk at least, whatever the machine costs
+    """Streams get a token in every step, and the first prompt its smallest chunk at least, whatever the machine costs
     and however wrong the model is about it; so all of them end."""
     draw = random.Random(seed)
     rig = rig_of(machine, seed, repeats=draw.random() < 0.5)
@@ -211,10 +211,44 @@ def test_everyone_progresses_on_any_machine(machine: Machine, seed: int) -> None
     for number in range(3):
         rig.submit(long_prompt(f"p{number}", draw.choice([30, 200, 600]), seed=number))
     while len(rig.telemetry.of(TokenTimes)) < 3:
-        prompts = [c for c in rig.loop.state.running if c.uncomputed > 1]
+        prompts = rig.loop.state.prompts_in_order()
         left = prompts[0].uncomputed if prompts else 0
         rig.once()
         step = rig.telemetry.of(StepDone)[-1]
         assert step.decode_tokens >= streams
         assert step.prefill_tokens >= min(left, SMALLEST)
     assert {times.request_id for times in rig.telemetry.of(TokenTimes)} == {"p0", "p1", "p2"}
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Of the same tenant too; and a run of short ones does not keep the long one from its end."""
+    rig = rig_of(SMALL)
+    rig.submit(long_prompt("book", 6000))
+    rig.once()
+    rig.submit(request("note", list(range(100, 120)), max_tokens=4, ignore_eos=True))
+    while not any(done.request_id == "note" for done in rig.telemetry.of(TokenTimes)):
+        rig.once()
+    (note,) = rig.telemetry.of(TokenTimes)
+    assert note.ttft_s is not None
+    assert note.ttft_s < 2 * max(seconds_of(step) for step in rig.telemetry.of(StepDone))
+    for number in range(2000):
+        rig.submit(request(f"n{number}", [number + 1, *range(1, 400)], max_tokens=1, ignore_eos=True))
+        rig.once()
+        if any(done.request_id == "book" for done in rig.telemetry.of(TokenTimes)):
+            return
+    raise AssertionError("the long prompt starves")
+
+
+def test_a_machine_that_others_slow_down_is_not_fed_crumbs() -> None:
+    """Where every step takes longer than its target, small chunks would gain nothing and take for ever."""
+    stolen = Machine(step_us=90_000, tile_us=4000, logit_row_us=200, attended_us=0.1, context_us=0.5)
+    rig = rig_of(stolen)
+    rig.submit(request("stream", [1, 2], max_tokens=5000, ignore_eos=True))
+    for _ in range(40):
+        rig.once()
+    rig.submit(long_prompt("book", 3000))
+    while not any(done.request_id == "book" for done in rig.telemetry.of(TokenTimes)):
+        rig.once()
+    chunks = [step.prefill_tokens for step in rig.telemetry.of(StepDone) if step.prefill_tokens]
+    assert statistics.median(chunks) > 3 * SMALLEST
+    assert max(seconds_of(step) for step in rig.telemetry.of(StepDone)) < 2 * 0.09
