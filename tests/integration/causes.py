@@ -190,12 +190,12 @@ def tokeniser_busy(door: Door) -> tuple[Trace, Trace]:
 
 def cpu_stolen(door: Door) -> tuple[Trace, Trace]:
     """Other processes want every core."""
-    quick = door.traced(words(20), 30)
+    quick = door.traced(words(20), 20)
     loop = [sys.executable, "-c", "while True: pass"]
     thieves = [subprocess.Popen(loop) for _ in range(4 * len(os.sched_getaffinity(0)))]
     try:
         time.sleep(0.3)  # they are up
-        return quick, door.traced(words(20), 30)
+        return quick, door.traced(words(20), 20)
     finally:
         for thief in thieves:
             thief.kill()
@@ -225,8 +225,8 @@ def preempted(door: Door) -> tuple[Trace, Trace]:
 
 def slow_reader(door: Door) -> tuple[Trace, Trace]:
     """A client that lets the answer lie."""
-    quick = door.traced(words(20), 200, logprobs=5, n=4)
-    with door.opened(words(20), 200, logprobs=5, n=4, asleep_s=1 + 2 * quick["seconds"]) as slow:
+    quick = door.traced(words(20), 150, logprobs=5, n=4)
+    with door.opened(words(20), 150, logprobs=5, n=4, asleep_s=1 + 1.5 * quick["seconds"]) as slow:
         pass
     return quick, door.trace(slow)
 
@@ -241,8 +241,8 @@ def slow_sender(door: Door) -> tuple[Trace, Trace]:
 
 def deep_context(door: Door) -> tuple[Trace, Trace]:
     """A long conversation: even where the cache has it, every token looks at all of it."""
-    door.send(words(2500), 1)
-    return door.traced(words(20), 40), door.traced(words(2500), 40)
+    door.send(words(1800), 1)
+    return door.traced(words(20), 40), door.traced(words(1800), 40)
 
 
 # --- a client by hand, for the slow ones
