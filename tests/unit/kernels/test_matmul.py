@@ -248,18 +248,26 @@ def inner_loop(text: str, function: str) -> Counter[str]:
     return counts
 
 
-AVX2_SPILLS = {"q4_0": 12, "q4_1": 4, "q4_k": 10, "q5_0": 14, "q6_k": 25}
+AVX2_SPILLS = {"q4_0": 12, "q4_1": 4, "q4_k": 10, "q5_0": 14, "q6_k": 25, "q8_0": 48}
 """Vector accesses to the stack at four tokens: 16 registers nearly suffice; forcing LLVM's order costs more. None at
-one and two tokens, but for the types with scales that must be kept."""
+one and two tokens, but for the types with scales that must be kept. Q8_0 spills in its staged tile alone, where LLVM
+does token after token and keeps all codes and their magnitudes for the next."""
 
 
 @pytest.mark.parametrize(
     ("name", "maddubs", "adds", "madds", "fma"),
-    [("q4_0", 8, 7, 1, 1), ("q4_1", 8, 7, 1, 2), ("q4_k", 8, 7, 1, 2), ("q5_0", 8, 6, 2, 1), ("q6_k", 8, 4, 5, 1)],
+    [
+        ("q4_0", 8, 7, 1, 1),
+        ("q4_1", 8, 7, 1, 2),
+        ("q4_k", 8, 7, 1, 2),
+        ("q5_0", 8, 6, 2, 1),
+        ("q6_k", 8, 4, 5, 1),
+        ("q8_0", 8, 0, 8, 1),
+    ],
 )
 def test_inner_loops_on_avx2_are_what_was_designed(name: str, maddubs: int, adds: int, madds: int, fma: int) -> None:
     """Per token and 8 rows x 32 columns of 4-bit codes: 8 vpmaddubsw, 7 vpaddw, 1 vpmaddwd, a conversion. Five-bit sums
-    are widened twice; Q6_K has scales of 16 columns and multiplies with vpmaddwd."""
+    are widened twice, bytes eight times; Q6_K has scales of 16 columns and multiplies with vpmaddwd."""
     text = build.assembly([d for d in matmul.KERNELS if d.name == f"matmul_{name}"], AVX2)
     scales = {"q4_k": 2}.get(name, 0)  # bytes that are converted
     for tile, count in (("1x1", 1), ("1x2", 2), ("1x3", 3), ("1x4", 4), ("1x4_staged", 4)):
@@ -268,7 +276,8 @@ def test_inner_loops_on_avx2_are_what_was_designed(name: str, maddubs: int, adds
         assert ops["vcvtdq2ps"] == count + scales
         assert fused(ops) == fma * count
         few = {"q4_k": 1, "q6_k": 10}.get(name, 0)
-        assert ops["stack"] <= (AVX2_SPILLS[name] if count > 2 else few), tile
+        many = AVX2_SPILLS[name] if name != "q8_0" or tile.endswith("staged") else 0
+        assert ops["stack"] <= (many if count > 2 else few), tile
 
 
 @pytest.mark.parametrize(
