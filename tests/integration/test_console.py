@@ -71,7 +71,7 @@ def test_live_figures_move_under_load(server: Server, page: Page) -> None:
         thread.start()
     try:
         tiles = "[...document.querySelectorAll('.tile')]"
-        tile = tiles + ".find(t => t.innerText.startsWith('{}')).querySelector('b').innerText"
+        tile = tiles + ".find(t => t.innerText.startsWith('{}')).querySelector('b').innerText.replace(',', '')"
         page.wait("document.querySelectorAll('.tile').length === 10 && document.querySelector('#notice').hidden")
         page.wait(f"parseInt({tile.format('output')}) > 100")
         page.wait(f"parseInt({tile.format('running')}) > 0")

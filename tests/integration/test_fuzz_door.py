@@ -29,6 +29,8 @@ from ai_engine.testing.process import Server
 from tests.integration.client import is_idle, num_descriptors, resident_bytes, send, until
 from tests.integration.test_server_life import serving
 
+pytestmark = pytest.mark.usefixtures("no_connection_left")
+
 CLIENTS = 8
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 GROWTH_BYTES = 12_000_000

@@ -46,8 +46,9 @@ LONG = 2000
 
 @contextmanager
 def serving(model: Path, *args: str, env: dict[str, str] | None = None, wait: bool = True) -> Iterator[Server]:
-    """A server that has gone at the end; nothing it printed is a traceback."""
-    server = Server(str(model), "--served-name", "tiny", *args, env=env, wait=wait)
+    """A server that has gone at the end; nothing it printed is a traceback. It does not guess: a tiny model repeats
+    itself, and long answers would be over before anybody looks."""
+    server = Server(str(model), "--served-name", "tiny", "--speculation", "off", *args, env=env, wait=wait)
     try:
         yield server
     finally:
