@@ -1,6 +1,6 @@
 """Sampling extras over HTTP on the real engine: each row's answer differs from the plain one as its field says.
 
-Owns effects that only the engine shows; what needs no engine is in tests/unit/api/test_extras.py.
+Owns effects that only the engine shows; what needs no engine is in tests/unit/api/test_sampling_extras.py.
 """
 
 from __future__ import annotations
