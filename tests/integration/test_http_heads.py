@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -26,6 +27,8 @@ async def exchange(url: str, *parts: bytes) -> bytes:
         return b""
     finally:
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def test_endless_headers_are_refused(tiny_server: Server) -> None:

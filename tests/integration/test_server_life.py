@@ -7,6 +7,7 @@ what is checked is that things happen, and that they happen by themselves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -515,5 +516,7 @@ async def test_malformed_http_does_not_hurt(tiny_server: Server) -> None:
         writer.write_eof()
         await asyncio.wait_for(reader.read(), 10)
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
     said = await ask(tiny_server.url, body(4))
     assert said["usage"]["completion_tokens"] == 4
