@@ -15,8 +15,8 @@ from openai import OpenAI
 from ai_engine.ports.clock import SystemClock
 from ai_engine.ports.text import ReplyForm
 from ai_engine.testing.process import Server
+from tests.conformance.tool_cases import CASES
 from tests.unit.api.doors import ByteText, InThread, make_api, saying
-from tests.unit.data.tool_cases import CASES
 
 WEATHER: Any = {
     "type": "function",

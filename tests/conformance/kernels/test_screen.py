@@ -15,10 +15,10 @@ from ai_engine.kernels.cpu.lang import TARGETS
 from ai_engine.kernels.cpu.pack import pack_rows, packed_bytes
 from ai_engine.ports.kernels import SampleBatch, WeightSpec
 from ai_engine.ports.model import DType
+from tests.conformance.kernels.rig import Rig, aligned
+from tests.conformance.kernels.test_matmul import HOST, tokens
 from tests.conformance.programs import sampling
 from tests.golden import tiny_gguf
-from tests.unit.kernels.rig import Rig, aligned
-from tests.unit.kernels.test_matmul import HOST, tokens
 
 F32 = npt.NDArray[np.float32]
 ROWS, COLS = 700, 576

@@ -13,8 +13,8 @@ from ai_engine.kernels.cpu.matmul import emit_dequantize_row
 from ai_engine.kernels.cpu.pack import PackedLayout, pack_rows, packed_bytes, row_block
 from ai_engine.ports.kernels import WeightSpec
 from ai_engine.ports.model import BLOCK, SCALE_OFFSETS, DType, row_bytes
+from tests.conformance.kernels.rig import Rig, aligned
 from tests.golden import tiny_gguf
-from tests.unit.kernels.rig import Rig, aligned
 
 U8 = npt.NDArray[np.uint8]
 

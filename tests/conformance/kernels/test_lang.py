@@ -156,7 +156,7 @@ def test_avx512_dots_use_vnni() -> None:
 
 def test_foreign_target_compiles() -> None:
     """In a child: an instruction that LLVM cannot select aborts the process."""
-    code = "from tests.unit.kernels.test_lang import *; print(build.assembly(KERNELS, NEON).count('sdot'))"
+    code = "from tests.conformance.kernels.test_lang import *; print(build.assembly(KERNELS, NEON).count('sdot'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 3

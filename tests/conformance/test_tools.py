@@ -12,8 +12,8 @@ import pytest
 from ai_engine.data.output import OutputPath
 from ai_engine.data.tools import FORMATS, find_format
 from ai_engine.ports.text import ReplyForm
+from tests.conformance.tool_cases import BY_HAND, CASES, NAMES, NUM_CASES, Case
 from tests.unit.data.reading import Cut, Read, accumulate, read
-from tests.unit.data.tool_cases import BY_HAND, CASES, NAMES, NUM_CASES, Case
 
 
 def read_case(case: Case, cuts: Iterable[int] = ()) -> Read:

@@ -19,8 +19,8 @@ from ai_engine.kernels.cpu.lang import AVX2, TARGETS
 from ai_engine.kernels.cpu.pack import pack_rows, packed_bytes
 from ai_engine.ports.kernels import WeightSpec
 from ai_engine.ports.model import BLOCK, DType
+from tests.conformance.kernels.rig import Rig, aligned
 from tests.golden import tiny_gguf
-from tests.unit.kernels.rig import Rig, aligned
 
 F32 = npt.NDArray[np.float32]
 TOLERANCE = 2e-6  # of sum |w||x|
